@@ -28,8 +28,7 @@ from fp8booster.kernels.scales import amax_of
 
 KINDS = ("silu", "gelu_tanh", "gelu")
 
-LINEAR, CUBIC = 2 * math.sqrt(2 / math.pi), 0.044715
-"""Of GELU by tanh."""
+LINEAR, CUBIC = 2 * math.sqrt(2 / math.pi), 0.044715  # of GELU by tanh
 
 
 class Activated(NamedTuple):

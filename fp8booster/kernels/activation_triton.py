@@ -24,11 +24,8 @@ from fp8booster.kernels.tiles_triton import (
     tile_place,
 )
 
-PROGRAMS = 8
-"""A processor."""
-
-TILE_ROWS = 1
-TILE_COLUMNS = 1024
+PROGRAMS = 8  # a processor: few enough that their partial maxima cost a cast nothing
+TILE_ROWS, TILE_COLUMNS = 1, 1024  # parts of one row, so that each access is one run of memory
 
 _LINEAR, _CUBIC, _SLOPE = (tl.constexpr(each) for each in (LINEAR, LINEAR * CUBIC, 3 * LINEAR * CUBIC))
 _ROOT_HALF, _DENSITY = tl.constexpr(math.sqrt(0.5)), tl.constexpr(1 / math.sqrt(2 * math.pi))

@@ -15,8 +15,7 @@ from torch import Tensor
 from fp8booster.kernels.operators import operator
 from fp8booster.kernels.scales import amaxes_of
 
-SMALLEST_NORMAL = 2.0**-126
-"""Of float32."""
+SMALLEST_NORMAL = 2.0**-126  # of float32
 
 
 class AdamRates(NamedTuple):

@@ -28,22 +28,15 @@ from fp8booster.kernels.operators import operator
 BLOCK = 256
 """Values that share a range."""
 
-MOST_OCTAVES = 32
-"""That a block of second moments spans; what is smaller counts as the least of it."""
-
-STEPS = 254
-"""Of second moments, from the least to the largest of a block."""
-
-LARGEST = 0x7F7FFFFF
-"""Bits of the largest finite float32."""
-
+MOST_OCTAVES = 32  # of a block of second moments: what is smaller counts as the least of it, so that steps stay fine
+STEPS = 254  # of second moments, from the least to the largest of a block: code 0 is a moment of 0
+LARGEST = 0x7F7FFFFF  # bits of the largest finite float32: one code too many must not decode to infinity
 NAN = 0x7FC00000
 
 SEED, AMAX, INVERSE = 3, 4, 5
 """Places in a row of `step_rows`."""
 
-_AT_ONCE = 2**16
-"""Values that are updated at a time, a multiple of a block's: they stay in a processor's cache."""
+_AT_ONCE = 2**16  # values updated at a time, a multiple of a block's: they stay in a processor's cache
 
 
 class Moments8bit(NamedTuple):

@@ -11,8 +11,9 @@ from fp8booster.kernels.adamw_8bit import BLOCK, LARGEST, MOST_OCTAVES, NAN, STE
 from fp8booster.kernels.group_codes_triton import decode_roots, encode_roots, to_integers
 from fp8booster.kernels.launch import ceil_div, launch
 
+# blocks that a program updates, and its warps, by time on an H200 (benchmarks/results/h200/adamw-8bit.md): a warp alone
+# finds the ranges of its block without waiting for others
 _BLOCKS, _WARPS = 1, 1
-"""Blocks that a program updates, and its warps, by time on an H200 (benchmarks/results/h200/adamw-8bit.md)."""
 
 _LARGEST, _SPAN, _STEPS, _NAN = (tl.constexpr(each) for each in (LARGEST, MOST_OCTAVES << 23, STEPS, NAN))
 

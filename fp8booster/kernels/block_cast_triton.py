@@ -217,16 +217,13 @@ def sum_kernel(
         tl.store(out + within, values.to(out.dtype.element_ty), mask=within < total)
 
 
+# by time on an H200: encode and decode then run at 4.0 TB/s, sums at 3.8
 TILE_VALUES = 4096
-WARPS = 4
-SUM_WARPS = 8
-"""By time on an H200: encode and decode then run at 4.0 TB/s, sums at 3.8."""
+WARPS, SUM_WARPS = 4, 8
 
-TENSORWISE_BLOCK = 1024
-"""Row of a tile where one scale serves all blocks."""
+TENSORWISE_BLOCK = 1024  # row of a tile where one scale serves all blocks
 
-LAUNCHES = 4096
-"""How many are remembered of each kind: enough for the gradients of a step, encoded from where they lie."""
+LAUNCHES = 4096  # remembered of each kind: enough for the gradients of a step, encoded from where they lie
 
 
 class _Tiling(NamedTuple):
@@ -271,11 +268,10 @@ def _new_table(layout: MessageLayout, device: torch.device, stream: int | None) 
     return table.to(device, non_blocking=True) if on_gpu else table
 
 
-TABLES = 256
-"""How many are remembered: two of each layer of experts, from its forward to its backward."""
+TABLES = 256  # remembered: two of each layer of experts, from its forward to its backward
 
-_known_table = functools.lru_cache(maxsize=TABLES)(_new_table)
 # by the stream too: on another one the copy may not have ended
+_known_table = functools.lru_cache(maxsize=TABLES)(_new_table)
 
 
 def _without_ones(values: Tensor, part: int, pieces: int) -> tuple[Tensor, int]:

@@ -1,4 +1,4 @@
-"""What a cast to FP8 did to a matrix: counts, and the power of its values and of its error, in one pass."""
+"""Statistics of a cast to FP8: counts, and the power of the values and of their error, in one pass."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from fp8booster.kernels.alignment import BLOCK
 from fp8booster.kernels.operators import operator
 
 FIELDS = ("amax", "nonzero", "flushed", "saturated", "non_finite", "signal", "noise")
-"""What is found; the first is a maximum, the others are sums."""
+"""Of each statistic its name; the first is a maximum, the others are sums."""
 
+# a value saturates from so many times the format's maximum on: a scale that is rounded may bring amax a bit above it
 BEYOND = 1 + 2.0**-20
-"""A value saturates from so many times the format's maximum on: a scale that is rounded brings amax to it."""
 
-_CHUNK = 2**20
-"""Values that the definition has in FP64 at once."""
+_CHUNK = 2**20  # values that the definition has in FP64 at once
 
 
 @operator()
@@ -58,7 +57,7 @@ def cast_statistics(matrix: Tensor, data: Tensor, inverse_scale: Tensor) -> Tens
 
 
 def statistics(matrix: Tensor, decoded: Tensor, beyond: Tensor | float = math.inf) -> Tensor:
-    """What is lost between a matrix and what its codes say.
+    """Compare a matrix with its decoded values.
 
     Args:
         matrix: any shape, floating point.

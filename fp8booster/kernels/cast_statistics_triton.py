@@ -1,4 +1,4 @@
-"""What a cast did to a matrix, on a GPU: programs enough to keep memory busy, each with a part of its own."""
+"""Statistics of a cast on a GPU: programs enough to keep memory busy, each with a part of its own."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from fp8booster.kernels.alignment import BLOCK as GROUP
 from fp8booster.kernels.cast_statistics import BEYOND, FIELDS
 from fp8booster.kernels.launch import ceil_div, launch, processors
 
-_BLOCK = 2048
-_WARPS = 8
-_PROGRAMS = 2
-"""For each processor."""
+_BLOCK, _WARPS = 2048, 8
+_PROGRAMS = 2  # for each processor
 
 _CODES = {
     formats.E4M3: {"MANTISSA": 3, "REBIAS": 2.0**120, "NAN": 0x7F},
@@ -49,6 +47,7 @@ def cast_statistics_kernel(
     """Each program takes every so many tiles as there are programs."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     index = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    # counts as integers and powers in FP64, in registers until the end: FP32 sums of 2^24 ones stop growing
     amax = tl.zeros([BLOCK], tl.float32)
     nonzero = tl.zeros([BLOCK], tl.int32)
     flushed = tl.zeros([BLOCK], tl.int32)
@@ -91,7 +90,8 @@ def cast_statistics_kernel(
 
 
 def cast_statistics_triton(matrix: Tensor, data: Tensor, inverse_scale: Tensor) -> Tensor:
-    """`cast_statistics`, but for the last bits of the sums of squares; as many parts for every matrix of a device."""
+    """Compute `cast_statistics`, but for the last bits of the sums of squares."""
+    # as many parts for every matrix of a device, so that those of many matrices can be stacked
     rows, columns = matrix.shape
     count, programs = rows * columns, _PROGRAMS * processors(matrix.device)
     parts = torch.empty(programs, len(FIELDS), dtype=torch.float64, device=matrix.device)

@@ -1,6 +1,4 @@
-"""What 8-bit codes that are no FP8 lose, of activations, of sums of gradients and of Adam's moments: of some values,
-evenly spaced.
-"""
+"""Losses of 8-bit codes that are no FP8: activations, sums of gradients and moments of Adam, by some values of each."""
 
 from __future__ import annotations
 
@@ -22,12 +20,11 @@ from fp8booster.kernels.adamw_8bit import (
 from fp8booster.kernels.cast_statistics import statistics
 from fp8booster.kernels.group_codes import GROUP, GroupCodes, decode_groups
 
-MOST = 2**20
-"""Less than twice as many values of a tensor are looked at."""
+MOST = 2**20  # less than twice as many values of a tensor are looked at
 
 
 def activation_statistics(values: Tensor, codes: GroupCodes) -> tuple[int, Tensor]:
-    """How many values were looked at, and what a matrix, [M, K], lost of them, as `cast_statistics.statistics`."""
+    """Return the number of values looked at, and `cast_statistics.statistics` of a matrix, [M, K], and its codes."""
     rows = slice(None, None, max(1, values.numel() // MOST))
     values = values[rows]
     return values.numel(), statistics(values, decode_groups(GroupCodes(codes.codes[rows], codes.amaxes[rows])))

@@ -1,12 +1,8 @@
 """Cross entropy on a GPU: one launch reads each row of logits for its loss, and once more for its gradient.
 
-The first read finds the largest logit and the sum of exponentials together (Milakov and Gimelshein, arXiv 1805.02867),
-for lanes of as many columns as one thread loads at once, so that threads meet only at the row's end. The second walks
-the row from its end to its beginning: what the first read last is still in a cache, and with few programs a processor
-the rows in flight fit into the L2 cache, so memory is read once and written once. Columns beyond the last whole block
-are a piece of their own, so that whole blocks move without masks, in whole vectors.
-
-The gradient alone, where the sum of exponentials is given, reads and writes once, whatever a cache holds.
+The first read finds the largest logit and the sum of exponentials together (Milakov and Gimelshein, arXiv 1805.02867).
+With few programs a processor the rows in flight fit into the L2 cache, so memory is read once and written once. The
+gradient alone, where the sum of exponentials is given, reads and writes once, whatever a cache holds.
 """
 
 from __future__ import annotations
@@ -19,14 +15,10 @@ from torch import Tensor
 from fp8booster.kernels.cast_triton import magnitude_bits
 from fp8booster.kernels.launch import ceil_div, launch, new_partials, processors
 
+# a processor: 528 rows of 32000 BF16 logits in flight on an H200 are 34 MB, and its L2 cache holds 50 MB
 PROGRAMS = 4
-"""A processor: 528 rows of 32000 BF16 logits in flight on an H200 are 34 MB, and its L2 cache holds 50 MB."""
-
-BLOCK = 2048
-"""Columns at a time."""
-
-_MULTIPLY_PROGRAMS, _MULTIPLY_BLOCK = 8, 4096
-"""A processor; values at a time."""
+BLOCK = 2048  # columns at a time
+_MULTIPLY_PROGRAMS, _MULTIPLY_BLOCK = 8, 4096  # a processor; values at a time
 
 
 @triton.jit
@@ -125,8 +117,10 @@ def cross_entropy_kernel(
             if LOSS:
                 at_target = tl.load(x + target, mask=inside, other=float("nan")).to(tl.float32)
                 at_target = adjust(at_target, True, SCALE, CAP)
+            # for each lane by itself, of as many columns as a thread loads at once: threads meet only at the row's end
             largest_of_lane = tl.full([LANES], -float("inf"), tl.float32)
             total_of_lane = tl.zeros([LANES], tl.float32)
+            # whole blocks without masks, so that they move in whole vectors; what is left is a piece of its own
             for block in tl.range(0, blocks):
                 values = adjust(tl.load(x + block * BLOCK + lane).to(tl.float32), True, SCALE, CAP)
                 largest_of_lane, total_of_lane = add_exponentials(values, largest_of_lane, total_of_lane)
@@ -150,7 +144,7 @@ def cross_entropy_kernel(
                     tl.store(x + tail, out, mask=tail < columns)
                     # beyond the last column minus infinity was read: the gradient there is zero, or NaN as in all
                     amax_bits = tl.maximum(amax_bits, tl.max(magnitude_bits(out), 1))
-                # from the end, for what was read last is still in a cache
+                # from the row's end to its beginning: what the first read last is still in a cache
                 for back in tl.range(0, blocks):
                     column = (blocks - 1 - back) * BLOCK + lane
                     values = tl.load(x + column).to(tl.float32)

@@ -35,14 +35,12 @@ GROUP = 128
 LEAST_AMAX = 2.0**-100
 """A group whose amax is less is stored as zeros."""
 
-LARGEST_SQUARE = 16128.0
-"""Its root is 127."""
+LARGEST_SQUARE = 16128.0  # its root, as it is defined above, is 127
+HALF_ONE = 0x3F800000 // 2  # half the bits of 1
 
-HALF_ONE = 0x3F800000 // 2
-"""Half the bits of 1."""
-
-_AT_ONCE = 2**16
-"""Values of a sum that are added to at a time, a multiple of a group's: they stay in a processor's cache."""
+_AT_ONCE = (
+    2**16
+)  # values of a sum that are added to at a time, a multiple of a group's: they stay in a processor's cache
 
 
 class GroupCodes(NamedTuple):
@@ -56,7 +54,7 @@ class GroupCodes(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the values."""
+        """Dtype of the values."""
         return self.amaxes.dtype
 
     @property

@@ -12,18 +12,17 @@ from fp8booster.kernels.group_codes import GROUP, HALF_ONE, LARGEST_SQUARE, LEAS
 from fp8booster.kernels.launch import ceil_div, launch
 
 WIDTH = tl.constexpr(GROUP)
+# bits of values that a thread moves at once, with as many codes. Were it 16 codes, as the compiler would have it,
+# values would move between threads, and a sum over a row would be added up in another order than without codes
 AT_ONCE = tl.constexpr(128)
-"""Bits of values that a thread moves at once, with as many codes. Were it 16 codes, as the compiler would have it,
-values would move between threads, and a sum over a row would be added up in another order than without codes."""
 
 _LEAST, _SQUARE, _INVERSE_SQUARE = (tl.constexpr(each) for each in (LEAST_AMAX, LARGEST_SQUARE, 1 / LARGEST_SQUARE))
 _HALF_ONE, _SIGN = tl.constexpr(HALF_ONE), tl.constexpr(-(2**31))
 
+# a float32 whose last bit counts ones: a GPU adds floats 8 times as fast as it converts them to integers
 _SHIFT = tl.constexpr(1.5 * 2**23)
-"""A float32 whose last bit counts ones. A GPU adds floats 8 times as fast as it converts them to integers."""
 
-_VALUES = 2048
-"""Of a sum, a program's: a multiple of a group's."""
+_VALUES = 2048  # of a sum, a program's: a multiple of a group's
 
 
 @triton.jit

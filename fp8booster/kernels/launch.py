@@ -51,8 +51,7 @@ def new_partials(programs: int, like: Tensor) -> Tensor:
 
 
 _dtype = attrgetter("dtype")
-_beyond_16_bytes = (15).__and__
-"""By how many bytes a pointer misses the alignment that Triton tells pointers apart by."""
+_beyond_16_bytes = (15).__and__  # by how many bytes a pointer misses the alignment that Triton tells pointers apart by
 
 
 def _kind(number: int | float) -> object:
@@ -69,9 +68,9 @@ def calls_compiled(version: str) -> bool:
 
 _CALLS_COMPILED = calls_compiled(triton.__version__)
 
+# by all that tells variants of a kernel apart but its pointers, and then by these: the compiled kernel, its launcher,
+# and the launcher's arguments of that kernel
 _variants: dict[tuple, dict[tuple, tuple[triton.compiler.CompiledKernel, Callable[..., None], tuple]]] = {}
-"""By all that tells variants of a kernel apart but its pointers, and then by these: the compiled kernel, its launcher,
-and the launcher's arguments of that kernel."""
 
 
 class Launch:
@@ -134,8 +133,8 @@ class Launch:
         run(*self._grid, stream, *of_kernel, *pointers, *self._behind_pointers)
 
 
+# where sizes never repeat, as with tokens sent to experts, launches are forgotten from here on; variants are not
 MOST_LAUNCHES = 2**14
-"""Where sizes never repeat, as with tokens sent to experts, launches are forgotten from here on; variants are not."""
 
 _launches: dict[tuple, Launch] = {}
 

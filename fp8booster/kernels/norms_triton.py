@@ -1,8 +1,4 @@
-"""Euclidean norms on a GPU: one launch for all tensors, each with programs enough to keep memory busy.
-
-Each program adds its own squares, and these sums are added in one order afterwards: a norm clips gradients, and a
-resumed run has to clip by the same bits.
-"""
+"""Euclidean norms on a GPU: one launch for all tensors, each with programs enough to keep memory busy."""
 
 from __future__ import annotations
 
@@ -17,10 +13,8 @@ from fp8booster.kernels.launch import ceil_div, processors
 from fp8booster.kernels.norms import norms_of
 from fp8booster.kernels.tables_triton import launch_over, own_entry, own_pointer, own_size
 
-_BLOCK = 4096
-_WARPS = 8
-_PROGRAMS = 4
-"""For each processor."""
+_BLOCK, _WARPS = 4096, 8
+_PROGRAMS = 4  # for each processor
 
 
 @triton.jit
@@ -58,4 +52,5 @@ def norms_of_triton(tensors: Sequence[Tensor]) -> list[Tensor]:
     counts = [tensor.numel() for tensor in tensors]
     programs = [min(ceil_div(count, _BLOCK), most) for count in counts]
     launch_over(squares_kernel, [tensors], [counts], programs, (partials,), num_warps=_WARPS, MOST=most, BLOCK=_BLOCK)
+    # in one order, not by atomics: a norm clips gradients, and a resumed run has to clip by the same bits
     return list(partials.sum(1).sqrt_().unbind())

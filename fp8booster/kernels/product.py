@@ -101,18 +101,16 @@ def _cropped(result: Tensor, rows: int, columns: int) -> Tensor:
     return result[:rows, :columns].contiguous()
 
 
+# operations of a product from which on Hopper's kernel for one scale a row pays, its vectors of scales included
 LARGE_PRODUCT = 2e11
-"""Operations of a product from which on Hopper's kernel for one scale a row pays, its vectors of scales included."""
 
 
 def _is_faster_by_rows(device: torch.device) -> bool:
-    """Tell whether a large product with fast accumulation is faster if each row is given the tensor's scale.
-
-    cuBLAS takes another kernel for it, whose sums have as few bits. With it fast products of an H200 are 6 % faster
-    than exact ones in the median over the fprops in benchmarks/results/h200/gemm (from 1 % slower to 10 %), where
-    power limits both; with the kernel for one scale they were no faster (gemm-one-scale). By it a step of
-    13B takes 1 % less (llama-13b-4-rows).
-    """
+    """Tell whether a large product with fast accumulation is faster if each row is given the tensor's scale."""
+    # cuBLAS takes another kernel for it, whose sums have as few bits. With it fast products of an H200 are 6 % faster
+    # than exact ones in the median over the fprops in benchmarks/results/h200/gemm (from 1 % slower to 10 %), where
+    # power limits both; with the kernel for one scale they were no faster (gemm-one-scale). By it a step of 13B takes
+    # 1 % less (llama-13b-4-rows).
     return (_capability if torch.compiler.is_compiling() else _known_capability)(device) == (9, 0)
 
 
@@ -149,11 +147,9 @@ def _scaled_mm_on_cpu(a: Tensor, b: Tensor, *, scale_a: Tensor, scale_b: Tensor,
 
 
 def _decodable(a: Tensor, b: Tensor, inverse_scale_a: Tensor, inverse_scale_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return scales that give the same product, by which both operands decode to finite values.
-
-    The CPU's kernels decode the operands, then multiply. Under a power of two a value next to FP32's largest, rounded
-    up to FP8, decodes to 2**128, which is infinite. So such an operand is halved, and the other doubled: both exact.
-    """
+    """Return scales that give the same product, by which both operands decode to finite values."""
+    # The CPU's kernels decode the operands, then multiply. Under a power of two a value next to FP32's largest, rounded
+    # up to FP8, decodes to 2**128, which is infinite. So such an operand is halved, and the other doubled: both exact.
     large_a, large_b = (
         (scale * formats.MAX[operand.dtype] >= 2.0**126).any()
         for operand, scale in ((a, inverse_scale_a), (b, inverse_scale_b))
@@ -180,12 +176,10 @@ ONEDNN_INSTRUCTIONS = "ONEDNN_MAX_CPU_ISA"
 
 
 def _without_unfit_onednn(one_scale_each: bool) -> contextlib.AbstractContextManager:
-    """Let PyTorch multiply FP8 on the CPU itself, for a product that oneDNN refuses or is slow at.
-
-    PyTorch leaves the product to oneDNN where the CPU advertises AMX. torch 2.11 does so with a scale for each row too,
-    which oneDNN then refuses (pytorch/pytorch#179118). Held to instructions before AMX, oneDNN takes 30 ms and more for
-    a product of 64 x 64, hundreds of times what PyTorch takes.
-    """
+    """Let PyTorch multiply FP8 on the CPU itself, for a product that oneDNN refuses or is slow at."""
+    # PyTorch leaves the product to oneDNN where the CPU advertises AMX. torch 2.11 does so with a scale for each row
+    # too, which oneDNN then refuses (pytorch/pytorch#179118). Held to instructions before AMX, oneDNN takes 30 ms and
+    # more for a product of 64 x 64, hundreds of times what PyTorch takes.
     held = os.environ.get(ONEDNN_INSTRUCTIONS)
     slow = held and "AMX" not in held
     if torch.compiler.is_compiling() or not (slow or not one_scale_each):

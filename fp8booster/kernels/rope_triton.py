@@ -12,9 +12,7 @@ from torch import Tensor
 from fp8booster.kernels.cast_triton import magnitude_bits
 from fp8booster.kernels.launch import MOST_LAUNCHES, Launch, block_over, launch, new_partials, processors
 
-PROGRAMS = 8
-"""A processor, in backward."""
-
+PROGRAMS = 8  # a processor, in backward
 TILE_VALUES = 2048
 
 

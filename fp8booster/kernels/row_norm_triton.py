@@ -24,9 +24,8 @@ from fp8booster.kernels.tiles_triton import (
     tile_place,
 )
 
-FORWARD_PROGRAMS = 8
-BACKWARD_PROGRAMS = 2
-"""A processor. Backward leaves partial sums of the gradients of weight and bias, one a program, so it has fewer."""
+# a processor; backward leaves partial sums of the gradients of weight and bias, one a program, so it has fewer
+FORWARD_PROGRAMS, BACKWARD_PROGRAMS = 8, 2
 
 
 @triton.jit

@@ -41,7 +41,7 @@ def cast_shards_kernel(
     values = tl.load(shard + index, mask=inside, other=0.0)
     scale, inverse = scale_from_bits(magnitude_bits(tl.load(amax)), LIMIT, POWER_OF_TWO)
     tl.store(as_bytes(out) + index, to_bits(values.to(tl.float32) * scale, E4M3, LIMIT), mask=inside)
-    if program == 0:
+    if program == 0:  # shards with one amax store the same bits to the scale that they share
         tl.store(inverse_scale, inverse)
 
 
@@ -89,7 +89,7 @@ def cast_shards_triton(
     """Compute `cast_shards`, byte for byte."""
     require_contiguous(shards, outs)
     columns = shards, outs, amaxes, inverse_scales
-    for dtype in dict.fromkeys(out.dtype for out in outs):
+    for dtype in dict.fromkeys(out.dtype for out in outs):  # a format is a constant of the compiled kernel
         of_dtype = [place for place, out in enumerate(outs) if out.dtype is dtype]
         given, made, *scalars = ([column[place] for place in of_dtype] for column in columns)
         counts = [shard.numel() for shard in given]

@@ -20,12 +20,12 @@ from torch import Tensor
 from fp8booster.kernels.alignment import ALIGNMENT
 from fp8booster.kernels.launch import ceil_div, launch
 
+# programs in a row that work on one entry, so that the table of owners is as much shorter; the last of them may have
+# nothing left to do
 _RUN = 16
 RUN = tl.constexpr(_RUN)
-"""Programs in a row that work on one entry. The last of them may have nothing left to do."""
 
-MOST_FIELDS = 10
-"""Of an entry, with its place and its first program."""
+MOST_FIELDS = 10  # of an entry, with its place and its first program
 
 
 @triton.jit

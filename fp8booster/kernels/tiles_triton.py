@@ -12,8 +12,8 @@ from fp8booster.kernels.cast_triton import rounding, scale_from_bits, store_tran
 from fp8booster.kernels.group_codes_triton import AT_ONCE, amax_place, decode_tile, encode_tile
 from fp8booster.kernels.launch import block_over, ceil_div, launch
 
+# of a tile that is written transposed; a group of codes is as long as its rows, so a tile reads each amax once
 _ROWS, _COLUMNS, _WARPS = 64, 128, 8
-"""Of a tile that is written transposed. A group of codes is as long, so a tile decodes by amaxes of its own."""
 
 
 @triton.jit

@@ -9,9 +9,7 @@ from torch import Tensor
 
 from fp8booster.kernels.launch import ceil_div, launch
 
-LARGEST_BLOCK = 4096
-"""Values of a row that a program has in registers at once."""
-
+LARGEST_BLOCK = 4096  # values of a row that a program has in registers at once
 WARPS = 4
 
 

@@ -34,6 +34,7 @@ def order_kernel(
     column = (tile % column_tiles).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]
     group, rank, within = row // (ranks * piece), row // piece % ranks, row % piece
     source = (rank * outer + group) * piece + within
+    # bytes, whatever the format: their order changes and no value does
     bits = tl.load(gathered + source * columns + column, mask=(row < rows) & (column < columns), other=0)
     inside = (row < padded) & (column < columns)
     if PLAIN:
