@@ -14,8 +14,7 @@ from typing import Any
 
 # fp8booster comes before colossalai, which it patches
 import fp8booster.plugins
-from fp8booster.checkpoints import checkpoints_in, is_finite, new_checkpoint
-from fp8booster.manifest import what_is_broken
+from fp8booster.checkpoints import checkpoints_in, is_finite, new_checkpoint, what_is_broken
 from fp8booster.training.boosted import BoostedModel
 from fp8booster.training.learning_rate import WarmupCosine
 from fp8booster.training.parallel import MODES_OF_OWN_RANKS, MODES_OF_TENSOR_RANKS, PLUGINS, Parallel

@@ -1,4 +1,4 @@
-"""Arguments and the types that their annotations name: a wrong one is told, where Python would take it and go wrong."""
+"""Types of arguments, checked by their annotations: Python would take a wrong one, and fail later or not at all."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ WORDS: dict[Any, str] = {
     torch.Tensor: "a tensor",
     dict: "a dict",
 }
-"""The types that are checked, and what they are called."""
+"""The types that are checked, and their names in sentences."""
 
 
 def types_of(hint: Any, default: Any = inspect.Parameter.empty) -> list[Any]:
-    """Return those of an annotation's types that `WORDS` has; one without a default of its own is None too.
+    """Return the types of an annotation that `WORDS` has; NoneType too where the default is None.
 
-    An empty list is that of an argument which takes an object of another kind.
+    The list is empty for an argument that takes objects of other kinds.
     """
     kinds = list(get_args(hint)) if get_origin(hint) in (Union, UnionType) else [hint]
     kinds = [list[int] if kind == list[int] or get_args(kind) == (int,) else kind for kind in kinds]
@@ -51,9 +51,9 @@ def is_of(value: Any, kind: Any) -> bool:
 
 
 def wrong_type(value: Any, hint: Any, default: Any = inspect.Parameter.empty) -> str | None:
-    """Return what a value must be that is of none of an annotation's types; None for one that is, or may be.
+    """Return what a value must be, in words, that is of none of an annotation's types; None for others.
 
-    An annotation that names another type too is not looked at.
+    An annotation that names a type which `WORDS` has not is not checked.
     """
     kinds = types_of(hint, default)
     named = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
@@ -66,9 +66,9 @@ def require_types(function: Callable[..., Any], values: Mapping[str, Any], owner
     """Raise TypeError for a value that is of none of the types with which its argument is annotated.
 
     Args:
-        function: whose arguments, or a class whose fields, they are.
-        values: by name; others than these are passed over.
-        owner: what a sentence begins with, before the name.
+        function: or a class, which takes the arguments.
+        values: by name; arguments without one are passed over.
+        owner: beginning of the sentence, before the name.
     """
     for name, hint in _hints(function).items():
         if name in values and (wanted := wrong_type(values[name], hint)) is not None:

@@ -1,6 +1,6 @@
 """Files and folders that a kill, a full disk or a power cut leaves whole: as they were, or as they are to be.
 
-What is written has a new name until it is whole. Nothing that is there already is written over or removed for it.
+Files and folders have a new name until they are whole. Nothing that is there already is written over or removed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Let a write in the block that fails tell of which file it was, which the system does not."""
+    """Let a write that fails in the block name its file, which the system does not."""
     try:
         yield
     except OSError as error:
@@ -49,7 +49,7 @@ def naming(path: Path) -> Iterator[None]:
 def new_folder(final: Path) -> Iterator[Path]:
     """Yield an empty folder, which is renamed to `final` when the block ends, and removed where the block raises.
 
-    A kill may leave it, under a name beside `final` that begins with a dot.
+    A kill may leave it, in the same folder, under a name that begins with a dot.
 
     Raises:
         OSError: something is at `final`, or the disk did not take what was written.
@@ -76,7 +76,7 @@ def new_folder(final: Path) -> Iterator[Path]:
 def sync_folder(folder: Path) -> None:
     """Return when everything in a folder is on the disk. Raises OSError where the disk did not take it.
 
-    A machine vouches for what it wrote itself: on a shared disk one process of each calls it.
+    A machine can sync what it wrote itself alone: on a shared disk one process of each calls it.
     """
     for path in folder.rglob("*"):
         _sync(path)
@@ -84,9 +84,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def put_in_place(partial: Path, final: Path, former: Path) -> None:
-    """Rename a folder that is whole, and on the disk, to where it is looked for.
+    """Rename a folder that is whole, and on the disk, to its final name.
 
-    What was there waits as `former` in between, and is removed; so is what is at `former` before.
+    A folder that has the name waits as `former` in between, and is removed, as anything at `former` before.
     """
     if final.exists():
         shutil.rmtree(former, ignore_errors=True)
@@ -97,7 +97,7 @@ def put_in_place(partial: Path, final: Path, former: Path) -> None:
 
 
 def _new_names(path: Path) -> Iterator[Path]:
-    """Names beside a path, to be tried until one is free; short enough for any file system."""
+    """Yield names in the same folder, to be tried until one is free; short enough for any file system."""
     return (path.with_name(f".{path.name[:40]}.{number}.partial") for number in count(1))
 
 

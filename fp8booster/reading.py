@@ -20,11 +20,11 @@ from .version import __version__
 Kind = type | tuple[type, ...]
 
 COPY_AGAIN = "copy the checkpoint again, or take another"
-"""What to do about a part of a checkpoint that is missing or damaged."""
+"""Remedy for a part of a checkpoint that is missing or damaged."""
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of another package says, in a line."""
+    """Return the first line of an error of another package."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].strip().rstrip(".:")
 
 
@@ -37,11 +37,14 @@ _WORDS = {
     dict: "an object",
     type(None): "null",
 }
-"""What JSON's types are called."""
+"""JSON's types in sentences."""
+
+_BEYOND = 2**63
+"""More than any count or size, and than NumPy's and torch's numbers reach."""
 
 
 def read_record(path: Path, fields: Mapping[str, Kind], remedy: str) -> dict[str, Any]:
-    """The JSON object in a file, of which `fields` are there and of their types; others are left as they are.
+    """Return the JSON object in a file, of which `fields` are there and of their types; others are left as they are.
 
     Raises:
         ValueError: the file is missing, is no JSON object, or lacks one of the fields; the sentence ends with `remedy`.
@@ -72,7 +75,7 @@ def require_file(path: Path, remedy: str, named_by: Path | None = None) -> None:
 
 
 def parse_record(text: str, name: str, fields: Mapping[str, Kind], remedy: str) -> dict[str, Any]:
-    """`read_record` of a text that `name` tells the place of."""
+    """Parse a text as `read_record` does; errors call it `name`."""
     try:
         record = json.loads(text)
     except (ValueError, RecursionError):
@@ -93,7 +96,7 @@ def require_fields(record: Mapping[str, Any], name: str, fields: Mapping[str, Ki
 
 
 def require_known(record: Mapping[str, Any], name: str, known: Collection[str]) -> None:
-    """Raise ValueError for a field that this version of fp8booster would leave unread."""
+    """Raise ValueError for a field that this version of fp8booster does not read."""
     for field in record:
         if field not in known:
             raise ValueError(
@@ -103,7 +106,7 @@ def require_known(record: Mapping[str, Any], name: str, known: Collection[str]) 
 
 
 def require_rows(rows: Sequence[Any], name: str, fields: Mapping[str, Kind], remedy: str) -> None:
-    """Raise ValueError unless each row, of a list that `name` tells the place of, is an object with the fields."""
+    """Raise ValueError unless each row of a list, which errors call `name`, is an object with the fields."""
     for number, row in enumerate(rows, 1):
         place = f"row {number} of {name}"
         if not isinstance(row, dict):
@@ -112,7 +115,7 @@ def require_rows(rows: Sequence[Any], name: str, fields: Mapping[str, Kind], rem
 
 
 def is_of(value: Any, kind: Kind) -> bool:
-    """Whether a JSON value is of a type; true and false are no numbers, and a whole number of 64 bits is a number."""
+    """Tell whether a JSON value is of a type; true and false are no numbers, nor is what 64 bits do not hold."""
     kinds = kind if isinstance(kind, tuple) else (kind,)
     if isinstance(value, bool):
         return bool in kinds
@@ -131,18 +134,14 @@ def _kind_of(value: Any) -> str:
     return _WORDS[type(value)]
 
 
-_BEYOND = 2**63
-"""No count and no size reaches it, and Python's own numbers beyond it are none of NumPy's or torch's."""
-
-
 def read_index(path: Path, remedy: str, written: bool = True) -> dict[str, Any]:
-    """The index of a checkpoint in several files: "weight_map" from names of tensors to files beside the index.
+    """Return the index of a checkpoint in several files: its "weight_map" from names of tensors to files.
 
     Args:
-        written: whether the files must be there; not where the checkpoint is still being written.
+        written: the files must be there; False where the checkpoint is still being written.
 
     Raises:
-        ValueError: it is none, names a file that is not in its folder, or one that is missing.
+        ValueError: it is none, or names a file that is missing or not in its folder.
     """
     index = read_record(path, {"weight_map": dict}, remedy)
     for tensor, file in index["weight_map"].items():
@@ -150,30 +149,25 @@ def read_index(path: Path, remedy: str, written: bool = True) -> dict[str, Any]:
             raise ValueError(f"{path} has {_kind_of(file)} in place of the file that holds {tensor!r}; {remedy}.")
     metadata = index.get("metadata")
     groups = metadata.get("param_groups") if isinstance(metadata, dict) else None
-    groups = groups if groups is None else str(groups)
-    for name in {*index["weight_map"].values(), groups} - {None}:
-        require_inside(name, path)
+    for name in {*index["weight_map"].values(), *([] if groups is None else [str(groups)])}:
+        parts = PurePosixPath(name)
+        if parts.is_absolute() or ".." in parts.parts or "\\" in name or "\0" in name:
+            raise ValueError(
+                f"{path} names a file outside of its folder, {name!r}: do not trust this checkpoint; get it anew from "
+                "who made it."
+            )
         if written and "*" not in name:
             require_file(path.parent / name, remedy, named_by=path)
     return index
 
 
-def require_inside(name: str, index: Path) -> None:
-    """Raise ValueError for a file name, in an index, that leads out of the index's folder."""
-    parts = PurePosixPath(name)
-    if parts.is_absolute() or ".." in parts.parts or "\\" in name or "\0" in name:
-        raise ValueError(
-            f"{index} names a file outside of its folder, {name!r}: do not trust this checkpoint; get it anew from who "
-            "made it."
-        )
-
-
 @contextmanager
 def faults_named(file: Path | None = None, remedy: str = COPY_AGAIN) -> Iterator[None]:
-    """Tensors are read in the block: a file that is damaged, or that could run code, is named in a ValueError.
+    """Name a file of tensors that is read in the block, and is damaged or could run code, in a ValueError.
 
     Args:
-        file: what is read; None where another package opens files, of torch or of safetensors, by their names.
+        file: the file; None where another package opens files by their names, with torch or safetensors.
+        remedy: what to do about damage.
     """
     from safetensors import SafetensorError
 
@@ -194,11 +188,11 @@ def faults_named(file: Path | None = None, remedy: str = COPY_AGAIN) -> Iterator
 
 
 _OF_DAMAGE = (EOFError, BadZipFile, LookupError, AttributeError)
-"""What torch's loader raises for bytes that it takes for a pickle."""
+"""Errors of torch's loader for bytes that it takes for a pickle."""
 
 _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
 _DAMAGED = re.compile(r"PytorchStream|central directory|magic number|corrupt")
-"""What torch's loader says of a function that a file asks for, and of a file that is cut short."""
+"""Words of torch's loader about a function that a file asks for, and about a file that is cut short."""
 
 _READERS = {
     ("torch.serialization", "load"): "f",
@@ -209,7 +203,7 @@ _READERS = {
 
 
 def _file_read(traceback: TracebackType | None) -> str | None:
-    """The file that was read where an error arose."""
+    """Return the file that was read where an error arose."""
     file = None
     while traceback is not None:
         frame = traceback.tb_frame

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from fp8booster import FP8Config, export, quantize, report
+from fp8booster.checkpoints import write_manifest
 from fp8booster.cli.evaluation import Losses, evaluate
 from fp8booster.cli.inference import FoundModel, load_model
 from fp8booster.cli.main import app
-from fp8booster.manifest import write_manifest
 from tests.cli.model_folders import TEXT, write_model
 from tests.cli.train.test_runs import ENVIRONMENT, SMALL, succeed
 from tests.colossal.moe.models import tiny_mixtral

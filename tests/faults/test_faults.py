@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8booster.checkpoints import newest_checkpoint
-from fp8booster.manifest import write_manifest
+from fp8booster.checkpoints import newest_checkpoint, write_manifest
 from tests.faults import runs
 from tests.faults.commands import environment_of_command
 from tests.faults.payloads import harmless, plant

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp8booster.checkpoints import checkpoints_in, is_finite, last_finite, named_step, newest_checkpoint
+from fp8booster.checkpoints import checkpoints_in, is_finite, last_finite, named_step, newest_checkpoint, what_is_broken
 from fp8booster.files import write_whole
-from fp8booster.manifest import what_is_broken
 from fp8booster.reading import COPY_AGAIN, read_record
 
 from .checkpoint import is_checkpoint, read_state

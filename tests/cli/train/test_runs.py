@@ -19,8 +19,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fp8booster.checkpoints import write_manifest
 from fp8booster.cli.train import kills
-from fp8booster.manifest import write_manifest
 from fp8booster.monitor.sinks import FILE, read_scales
 from tests.colossal.payload import Payload
 from tests.distributed import TEST_SECONDS
