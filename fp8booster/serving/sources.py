@@ -37,20 +37,12 @@ _BESIDE = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 _TEMPLATES = "additional_chat_templates"
 """Folder in which transformers 5 saves a tokenizer's chat templates but its first, chat_template.jinja."""
 
-_OF_WEIGHTS = ("config.json", ADAPTER_CONFIG)
-
 _MORE = ("modules_to_save", "lora_bias", "trainable_token_indices", "target_parameters")
 """Settings of peft with which it trains more than matrices of linear layers and embeddings."""
 
-_NO_ADAPTERS = ("LN_TUNING",)
-"""Types of peft's that put a trained copy of a layer in its place."""
-
-_OF_MODEL = ".base_layer.weight"
-"""End of the names by which peft saves weights of the model that adapters are on."""
-
 _OF_THIS_PROCESS = ("_name_or_path", "_attn_implementation_autoset")
-"""Fields that save_pretrained leaves out: where the model was read, and by which transformers 4 would choose no fast
-attention, for it is chosen already."""
+"""Fields that save_pretrained leaves out: the place of the model, and a mark with which transformers 4 would choose no
+fast attention."""
 
 
 class Source(ABC):
@@ -122,7 +114,7 @@ class Live(Source):
     Args:
         model: whole in this process, converted or not.
         config: None is that of a converted model's layers, or `FP8Config()`.
-        in_fp8: whether layers are to be written in FP8.
+        in_fp8: layers are to be written in FP8.
     """
 
     def __init__(self, model: nn.Module, config: FP8Config | None, *, in_fp8: bool = True) -> None:
@@ -199,7 +191,7 @@ class Folder(Source):
         folder: of a model. Layers that are in FP8 there are so in what is written.
         config: for one in 16 bits; None is `FP8Config()`.
         masters: as in `export`.
-        in_fp8: whether layers are to be written in FP8.
+        in_fp8: layers are to be written in FP8.
     """
 
     def __init__(
@@ -222,11 +214,6 @@ class Folder(Source):
         _require_shapes(self.layout, {name: shards.shape(name) for name in self._stored.names}, str(folder))
         self.dtype = _half_of(shards.dtype(name) for name in self._stored.names)
         self.from_masters = sum(map(self.is_cast_from_master, self.layout.groups))
-
-    @property
-    def model_config(self) -> Any:
-        """Return transformers' config of the model in 16 bits."""
-        return self._stored.config
 
     @property
     def names(self) -> Iterable[str]:
@@ -270,17 +257,14 @@ class Folder(Source):
 
     def record(self) -> dict[str, Any]:
         record = self._stored.record
-        return (
-            record
-            if record.get("architectures")
-            else {**record, "architectures": [causal_lm(self.model_config).__name__]}
-        )
+        named = record.get("architectures")
+        return {**record, "architectures": named or [causal_lm(self._stored.config).__name__]}
 
     def copy_files(self, folder: Path) -> None:
         _copy_beside(self._stored.folder, folder)
 
 
-class Merged(Source):
+class Merged(Folder):
     """The folder of peft's adapters, and that of the model that they were trained on, in 16 bits or in FP8.
 
     A weight with adapters is their sum in FP32, to be rounded once. All others are the model's, with their FP8 values
@@ -295,8 +279,7 @@ class Merged(Source):
     """
 
     def __init__(self, folder: Path, config: FP8Config | None, *, in_fp8: bool = True) -> None:
-        super().__init__()
-        self._folder, file = folder, folder / ADAPTER_CONFIG
+        self._adapter_folder, file = folder, folder / ADAPTER_CONFIG
         record = read_record(file, {"peft_type": str}, COPY_AGAIN)
         model = record.get("base_model_name_or_path")
         if not (isinstance(model, str) and model and Path(model).is_dir()):
@@ -304,9 +287,9 @@ class Merged(Source):
                 f"{file} names no folder of a model here ({model!r}); train adapters on a folder, and write where it "
                 "is as base_model_name_or_path there."
             )
-        if record["peft_type"] in _NO_ADAPTERS:
+        if record["peft_type"] == "LN_TUNING":
             raise ValueError(
-                f"{file} is of {record['peft_type']}, which trains copies of layers and no adapters on weights; put "
+                f"{file} is of LN_TUNING, which trains copies of layers and no adapters on weights; put "
                 "them into the model with peft's merge_and_unload, and export that."
             )
         if any(map(record.get, _MORE)) or record.get("bias", "none") != "none":
@@ -316,31 +299,26 @@ class Merged(Source):
                 f"{file} has init_lora_weights {begun!r}, by which peft changed the model too; merge it with peft's "
                 "merge_and_unload."
             )
-        self._base = Folder(Path(model), config, in_fp8=in_fp8)
-        self.fp8_config, self.layout, self.dtype = self._base.fp8_config, self._base.layout, self._base.dtype
-        adapted = _adapters_of(folder, skeleton(self._base.model_config))
+        super().__init__(Path(model), config, in_fp8=in_fp8)
+        adapted = _adapters_of(folder, skeleton(self._stored.config))
         stored = self.layout.names.of
         layers = {f"{name}.weight": module for name, module in adapted.named_modules() if is_adapted(module)}
         self._adapters = {stored[name][0] if name in stored else name: module for name, module in layers.items()}
         self.merged = len(self._adapters)
-        tied = Counter(self.layout.first_name.values())
-        for name in self._adapters:  # of no layer, as no name of the model's, or of several
-            if tied[self.layout.first_name.get(name, "")] != 1:
+        owners = Counter(self.layout.first_name.values())
+        for name in self._adapters:
+            if owners[self.layout.first_name.get(name, "")] != 1:  # no layer's, or that of several, as a tied one
                 raise ValueError(
                     f"{name} in {model} is no weight of one layer alone; merge its adapters with merge_and_unload."
                 )
 
-    @property
-    def names(self) -> Iterable[str]:
-        return self._base.names
-
     def tensor(self, name: str) -> torch.Tensor:
         adapters = self._adapters.get(name)
         if adapters is None:
-            return self._base.tensor(name)
+            return super().tensor(name)
         base = adapters.get_base_layer()
         without_memory = base.weight
-        base.weight = nn.Parameter(self._base.tensor(name).float(), requires_grad=False)
+        base.weight = nn.Parameter(super().tensor(name).float(), requires_grad=False)
         try:
             return merged_weight(adapters)
         except ValueError as error:
@@ -349,14 +327,11 @@ class Merged(Source):
             base.weight = without_memory
 
     def made(self, name: str, chosen: CheckpointFormat, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
-        return None if name in self._adapters else self._base.made(name, chosen, power_of_two)
-
-    def record(self) -> dict[str, Any]:
-        return self._base.record()
+        return None if name in self._adapters else super().made(name, chosen, power_of_two)
 
     def copy_files(self, folder: Path) -> None:
-        self._base.copy_files(folder)
-        _copy_beside(self._folder, folder)  # the tokenizer that adapters were trained with
+        super().copy_files(folder)
+        _copy_beside(self._adapter_folder, folder)  # the tokenizer that adapters were trained with
 
 
 def _adapters_of(folder: Path, model: nn.Module) -> nn.Module:
@@ -379,7 +354,7 @@ def _adapters_of(folder: Path, model: nn.Module) -> nn.Module:
             layer.weight = nn.Parameter(value.expand(weight.shape), requires_grad=False)
     with faults_named(file):
         # of embeddings that it is on, peft saves the weight too, which the model's folder has
-        saved = {name: value for name, value in load_file(file).items() if not name.endswith(_OF_MODEL)}
+        saved = {name: value for name, value in load_file(file).items() if not name.endswith(".base_layer.weight")}
         try:
             adapted: Any = get_peft_model(model, PeftConfig.from_pretrained(str(folder)))  # type: ignore[arg-type]
             found: Any = set_peft_model_state_dict(adapted, saved)
@@ -401,7 +376,7 @@ def _half_of(dtypes: Iterable[torch.dtype]) -> torch.dtype:
 def _copy_beside(source: Path, folder: Path) -> None:
     """Copy the files of a model's folder that are not about its weights: the tokenizer, generation_config.json."""
     for path in source.iterdir():
-        of_weights = path.name in _OF_WEIGHTS or path.name.endswith(".index.json")
+        of_weights = path.name in ("config.json", ADAPTER_CONFIG) or path.name.endswith(".index.json")
         if not path.is_dir() and path.suffix in _BESIDE and not of_weights:
             require_file(path, COPY_AGAIN)
             shutil.copy(path, folder / path.name)
