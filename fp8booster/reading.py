@@ -5,6 +5,7 @@ Every fault is a ValueError of one sentence: the file, what is wrong with it, an
 
 from __future__ import annotations
 
+import functools
 import json
 import pickle
 import re
@@ -12,12 +13,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar, get_args, get_type_hints
 from zipfile import BadZipFile
 
 from .version import __version__
 
 Kind = type | tuple[type, ...]
+Record = TypeVar("Record")
 
 COPY_AGAIN = "copy the checkpoint again, or take another"
 """Remedy for a part of a checkpoint that is missing or damaged."""
@@ -84,6 +86,18 @@ def parse_record(text: str, name: str, fields: Mapping[str, Kind], remedy: str) 
         raise ValueError(f"{name} holds {_kind_of(record)} where an object belongs; {remedy}.")
     require_fields(record, name, fields, remedy)
     return record
+
+
+@functools.cache
+def _fields_of(kind: type) -> dict[str, Kind]:
+    return {name: get_args(hint) or hint for name, hint in get_type_hints(kind).items()}
+
+
+def parse_line(line: str, name: str, kind: type[Record], remedy: str) -> Record:
+    """Parse a JSON object into a dataclass, of whose fields it has all and no others; errors call it `name`."""
+    values = parse_record(line, name, _fields_of(kind), remedy)
+    require_known(values, name, _fields_of(kind))
+    return kind(**values)
 
 
 def require_fields(record: Mapping[str, Any], name: str, fields: Mapping[str, Kind], remedy: str) -> None:

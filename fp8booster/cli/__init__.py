@@ -1,1 +1,1 @@
-"""What a person runs: `fp8booster train` and `fp8booster doctor`."""
+"""The commands of `fp8booster`."""

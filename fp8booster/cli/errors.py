@@ -1,4 +1,4 @@
-"""How the command line shows that it was used wrongly."""
+"""Errors of use on the command line: a sentence in place of a traceback."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class OneSentenceErrors(TyperGroup):
     """A group of commands that reports an error of use as one sentence, and with `--debug` as a traceback."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the command line, on a terminal of any width: none, as COLUMNS=0 has it, would show no text at all."""
+        """Run the command line; COLUMNS=0, with which rich shows no text at all, is ignored."""
         if os.environ.get("COLUMNS", "1").strip("0") == "":
             del os.environ["COLUMNS"]
         return super().main(*args, **kwargs)
@@ -28,7 +28,7 @@ class OneSentenceErrors(TyperGroup):
         """Run the command; exit with 2 on an error of use."""
         try:
             return super().invoke(ctx)
-        except BrokenPipeError:  # of the reader of our output
+        except BrokenPipeError:  # who reads the output has left: an OSError, and no error of use
             raise
         except USER_ERRORS as error:
             if ctx.params["debug"]:

@@ -190,13 +190,14 @@ def evaluate(models: Sequence[nn.Module], batches: Iterable[torch.Tensor]) -> li
         batches: token ids, [batch, sequence] each; the first token of a sequence is not predicted.
     """
     device = next(models[0].parameters()).device
+    # differences between precisions are smaller than what float32 loses in a sum over many tokens
     losses = torch.zeros(len(models), dtype=torch.float64, device=device)
     divergences = torch.zeros_like(losses)
     count = 0
     for batch in batches:
         ids = batch.to(device)
         logits = [model(input_ids=ids, use_cache=False).logits for model in models]
-        for row in range(len(ids)):  # in FP32 the logits of one sequence at a time
+        for row in range(len(ids)):  # logits in FP32 take twice the memory: one sequence of them at a time
             first = logits[0][row, :-1].float().log_softmax(-1)
             for number in range(len(models)):
                 own = first if number == 0 else logits[number][row, :-1].float().log_softmax(-1)

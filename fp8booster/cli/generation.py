@@ -86,10 +86,10 @@ def continuation(
     tokenizer = load_tokenizer(str(source.model))
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"].to(device)
     if not ids.numel():
-        raise ValueError("--prompt is empty; give some text to go on from.")
+        raise ValueError("--prompt is empty; give some text to continue.")
     most = _new_tokens(source, ids.shape[1], max_new_tokens)
     model: Any = load_model(source, precision, inference_config(source, fp8_options), device).model
-    # checkpoints of training say no, which transformers heeds before what a call says
+    # checkpoints of training have it off, which transformers would prefer to the argument of generate
     model.config.use_cache = True
     how = {"do_sample": False} if temperature == 0 else {"do_sample": True, "temperature": temperature}
     own = model.generation_config
@@ -102,10 +102,10 @@ def continuation(
         cache_implementation=own.cache_implementation,
         **how,
     )
-    # transformers takes from the model's own what settings leave at its defaults: sampling at temperature 0, penalties
+    # transformers fills settings that are at their defaults from the model's own: sampling at temperature 0, penalties
     model.generation_config = settings
     torch.manual_seed(seed or 0)
-    # transformers 5.24 calls it otherwise, and warns of the older name
+    # transformers 5.24 renamed the argument, and warns about the older name
     cache = "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
     begin = time.perf_counter()
     done = model.generate(

@@ -1,7 +1,7 @@
 """CPUs that advertise Intel AMX and trap on it: virtual machines whose host does not switch it on.
 
 PyTorch multiplies in BF16 and FP8 by AMX where it is advertised, through oneDNN, and there dies of an illegal
-instruction. oneDNN can be held to the instructions before AMX by a variable that it reads at its first product.
+instruction. A variable, which oneDNN reads at its first product, limits it to the instructions before AMX.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PRODUCT = "import torch; torch.ones(32, 32).bfloat16() @ torch.ones(32, 32).bfl
 
 @functools.cache
 def avoid_trapping_instructions() -> str | None:
-    """Hold this process's products, and those of processes it starts, to instructions that this CPU has.
+    """Limit the products of this process, and of those that it starts, to instructions that this CPU has.
 
     Call it before the first product. Where AMX is advertised it costs a short process that tries it.
 

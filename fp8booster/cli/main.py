@@ -63,7 +63,7 @@ app.command()(train)
 def doctor(
     run: Annotated[
         Path | None,
-        typer.Argument(help="Folder of a run that recorded, as `fp8booster train --record 50 --out` names it."),
+        typer.Argument(help="Folder of a run with recorded tensors (`fp8booster train --record 50 --out RUN`)."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
     speed: Annotated[
@@ -118,7 +118,7 @@ def plot(
     if as_json:
         for flag, value in (("--against", against), ("--out", out)):
             if value is not None:
-                raise ValueError(f"{flag} {value} is of the page, which --json does not write; leave one of them out.")
+                raise ValueError(f"{flag} is about the page, which --json does not write; leave one of them out.")
         typer.echo(json.dumps(read_run(run).as_record(), indent=2))
         return
     from fp8booster.cli.plot.page import require_replaceable, write_page  # imports matplotlib
@@ -175,21 +175,21 @@ def evaluate(
         list[str] | None, typer.Option(help="bf16 or fp8; may be repeated.", show_default="both")
     ] = None,
     calibrated: Annotated[
-        int, typer.Option(min=0, help="Add FP8 with inputs scaled by amaxes of so many sequences, the first ones.")
+        int, typer.Option(min=0, help="Add FP8 with inputs scaled by amaxes of the first sequences, this many.")
     ] = 0,
     fp8_option: _FP8Options = None,
-    tokens: Annotated[int | None, typer.Option(min=2, help="Evaluate on so many tokens.", show_default="all")] = None,
+    tokens: Annotated[int | None, typer.Option(min=2, help="Tokens to evaluate on.", show_default="all")] = None,
     sequence: Annotated[
         int | None, typer.Option(min=2, help="Tokens of a sequence.", show_default="as in training")
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences in a batch.")] = 1,
     text_column: Annotated[str, typer.Option(help="Column with the text in tables.")] = "text",
     cache: Annotated[
         str | None, typer.Option(help="Folder for token files.", show_default="~/.cache/fp8booster")
     ] = None,
     as_json: _Json = False,
 ) -> None:
-    """Give a model's loss and perplexity in BF16 and in FP8 on the same text, and how far its predictions move."""
+    """Compare a model's loss, perplexity and predictions in BF16 and in FP8 on the same text."""
     from fp8booster.cli.evaluation import EvalOptions, as_record, render, run
 
     asked = EvalOptions(
@@ -216,20 +216,22 @@ def evaluate(
 @app.command()
 def generate(
     checkpoint: Annotated[Path, typer.Argument(help=f"{_FP8_OR_NOT}.")],
-    prompt: Annotated[str, typer.Option(help="Text to go on from.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue.")],
     precision: Annotated[str, typer.Option(help="bf16 or fp8.")] = "fp8",
     max_new_tokens: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Tokens to make at most.", show_default="128, or as many as the model has positions for"
+            min=1, help="Most tokens to generate.", show_default="128, or as many as the model has positions for"
         ),
     ] = None,
-    temperature: Annotated[float, typer.Option(min=0, help="Of sampling; 0: always the likeliest token.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(min=0, help="Of sampling.", show_default="0")] = None,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Temperature of sampling; 0: always the likeliest token.")
+    ] = 0.0,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of sampling.", show_default="0")] = None,
     kv_cache: Annotated[str, typer.Option(help="Keep keys and values in bf16 or fp8.")] = "bf16",
     fp8_option: _FP8Options = None,
 ) -> None:
-    """Print a prompt and what a model makes of it, in BF16 or in FP8."""
+    """Continue a prompt with a model, in BF16 or in FP8, and print the text."""
     from fp8booster.cli.generation import continuation
 
     tell = Console(stderr=True, soft_wrap=True, highlight=False).print
@@ -242,8 +244,7 @@ def plan(
     gpus: Annotated[int, typer.Option(min=1, max=MOST_PROCESSES, help="GPUs that train together.")] = 1,
     gpu: Annotated[str, typer.Option(help=f"The kind: {', '.join(GPUS)}.")] = "H100",
     tokens: Annotated[
-        int | None,
-        typer.Option(min=1, max=2**30, help="Tokens that a replica of the model takes at once (default: by model)."),
+        int | None, typer.Option(min=1, max=2**30, help="Tokens of a micro-batch of a replica (default: by model).")
     ] = None,
     as_json: _Json = False,
     **given: Any,

@@ -10,11 +10,11 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from fp8booster.files import write_whole
 from fp8booster.listing import first_of
-from fp8booster.reading import Kind, parse_record, read_record, read_text, require_known, require_rows
+from fp8booster.reading import Kind, parse_line, read_record, read_text, require_rows
 
 LAST = 0.05
 """Share of the steps whose mean is the final loss."""
@@ -42,7 +42,6 @@ class StepMetrics:
     """Bytes sent in this step (monitor.traffic)."""
 
 
-_FIELDS = get_type_hints(StepMetrics)
 _REMEDY = "put it right, or move the file away: the run's curve begins anew then"
 
 
@@ -76,13 +75,8 @@ def _line(metrics: StepMetrics) -> str:
 
 def read_metrics(path: Path) -> list[StepMetrics]:
     """Read the lines of a `metrics.jsonl`, but for a last one that a kill cut short."""
-    found = []
-    for number, line in enumerate(read_text(path, _REMEDY).split("\n")[:-1], 1):
-        name = f"Line {number} of {path}"
-        values = parse_record(line, name, _FIELDS, _REMEDY)
-        require_known(values, name, _FIELDS)
-        found.append(StepMetrics(**values))
-    return found
+    lines = read_text(path, _REMEDY).split("\n")[:-1]
+    return [parse_line(line, f"Line {number} of {path}", StepMetrics, _REMEDY) for number, line in enumerate(lines, 1)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,11 +6,11 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, cast, get_type_hints
+from typing import Any, Protocol, cast
 
 from fp8booster.files import write_whole
 from fp8booster.monitor.scales import ScaleRow
-from fp8booster.reading import parse_record, read_text, require_known
+from fp8booster.reading import parse_line, parse_record, read_text
 
 KIND = "scales"
 FILE = "scales.jsonl"
@@ -133,7 +133,8 @@ def read_scales(path: str | Path) -> tuple[dict[str, Any], list[ScaleRow]]:
     """
     lines = read_text(Path(path), _REMEDY).split("\n")[:-1]
     header = _header(lines, path)
-    return header, [_row(line, f"Line {number} of {path}") for number, line in enumerate(lines[1:], 2)]
+    rows = enumerate(lines[1:], 2)
+    return header, [parse_line(line, f"Line {number} of {path}", ScaleRow, _REMEDY) for number, line in rows]
 
 
 def _header(lines: Sequence[str], path: str | Path) -> dict[str, Any]:
@@ -145,17 +146,6 @@ def _header(lines: Sequence[str], path: str | Path) -> dict[str, Any]:
     if header["kind"] != KIND:
         raise ValueError(f"{path} is a file of {header['kind']!r} and not of {KIND!r}; give {FILE} of a run.")
     return header
-
-
-_FIELDS = {
-    name: (float, type(None)) if hint == float | None else hint for name, hint in get_type_hints(ScaleRow).items()
-}
-
-
-def _row(line: str, name: str) -> ScaleRow:
-    values = parse_record(line, name, _FIELDS, _REMEDY)
-    require_known(values, name, _FIELDS)
-    return ScaleRow(**values)
 
 
 def _line(values: dict[str, Any]) -> str:

@@ -90,6 +90,7 @@ class CheckpointFormat:
         rows, columns = weight.shape
         scale_for = FP8Config(granularity=self.granularity).weight_scale_for
         made = quantize(weight, E4M3, scale_for=scale_for, power_of_two=power_of_two, amax=amax)
+        # products read matrices padded to multiples of 16 or 128, and engines pad by themselves
         return made.data[:rows, :columns].contiguous(), stored_scale(made.inverse_scale, rows, columns)
 
 

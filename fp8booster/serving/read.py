@@ -225,7 +225,7 @@ def fill(model: Any, read: Read, device: torch.device | str) -> None:
         if not state:
             continue
         try:
-            module.load_state_dict(state, strict=False, assign=True)
+            module.load_state_dict(state, strict=False, assign=True)  # in place of tensors without memory
         except RuntimeError as error:
             faults = " ".join(str(error).split())
             raise ValueError(f"{path or 'the model'} cannot take what the folder holds: {faults}") from None

@@ -359,9 +359,9 @@ def _adapters_of(folder: Path, model: nn.Module) -> nn.Module:
             adapted: Any = get_peft_model(model, PeftConfig.from_pretrained(str(folder)))  # type: ignore[arg-type]
             found: Any = set_peft_model_state_dict(adapted, saved)
         except (RuntimeError, ValueError) as error:  # sizes, and names of layers
-            raise ValueError(f"{file} is of another model ({first_line(error)}); give that as base.") from None
+            raise ValueError(f"{file} is of another model ({first_line(error)}); name that as base.") from None
     if found.unexpected_keys:
-        raise ValueError(f"{file} is of another model: it has {first_of(found.unexpected_keys)}; give that as base.")
+        raise ValueError(f"{file} is of another model: it has {first_of(found.unexpected_keys)}; name that as base.")
     absent = [name for name in found.missing_keys if "lora_" in name]
     if absent:
         raise ValueError(f"{file} lacks {absent[0]} and {len(absent) - 1} more; {COPY_AGAIN}.")

@@ -209,7 +209,7 @@ def _load_tensors(
                 state_dict=dict(tensors),
                 torch_dtype=dtype,
                 attn_implementation=attention_of(config),
-                ignore_mismatched_sizes=True,
+                ignore_mismatched_sizes=True,  # they are listed then, and not raised one by one in a table
                 output_loading_info=True,
                 **place,
             )
@@ -231,8 +231,8 @@ def _load_tensors(
         raise ValueError(f"{folder} lacks {first_of(missing, shown=_SHOWN)}; copy the model again.")
     if extra:
         raise ValueError(
-            f"{folder} holds {first_of(extra, shown=_SHOWN)}, which the model of its config.json has not; give the "
-            "config.json that belongs to the weights."
+            f"{folder} holds {first_of(extra, shown=_SHOWN)}, which the model of its config.json does not have; give "
+            "the config.json that belongs to the weights."
         )
     return model
 

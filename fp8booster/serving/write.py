@@ -80,32 +80,27 @@ def export(
     chosen = CHECKPOINT_FORMATS.get(format)
     source = _source_of(model, config, None if masters is None else Path(masters), in_fp8=chosen is not None)
     if chosen is not None and source.fp8_config.weight_format is not E4M3:
-        raise ValueError(f"the weights train in {source.fp8_config.weight_format}, and engines load float8_e4m3fn")
+        trained = source.fp8_config.weight_format
+        raise ValueError(f"the weights train in {trained}, and engines load float8_e4m3fn; use the format bf16")
     with new_folder(folder) as part:
         writer = ShardWriter(part, shard_bytes)
         _write_tensors(source, chosen, writer)
         writer.close()
         source.copy_files(part)
-        _keep_keys_and_values(part / "generation_config.json")
         record = {key: value for key, value in source.record().items() if key not in ("torch_dtype", "dtype")}
         record["torch_dtype"] = str(source.dtype).removeprefix("torch.")
-        if record.get("use_cache") is False:  # as training has it
+        # training turns the cache of keys and values off, without which engines would generate slowly
+        if record.get("use_cache") is False:
             record["use_cache"] = True
+        generation = part / "generation_config.json"
+        settings = read_record(generation, {}, "copy the model again") if generation.is_file() else {}
+        if settings.get("use_cache") is False:
+            generation.write_text(json.dumps({**settings, "use_cache": True}, indent=2) + "\n")
         if chosen is not None:
             record["quantization_config"] = chosen.settings(source.layout.kept_modules)
         (part / "config.json").write_text(json.dumps(record, indent=2) + "\n")
     layout = source.layout
     return Exported(folder, len(layout.groups), layout.kept, writer.total, source.from_masters, source.merged)
-
-
-def _keep_keys_and_values(file: Path) -> None:
-    """Let a generation config, if it is there, use a cache, which training forbids."""
-    if not file.is_file():
-        return
-    settings = read_record(file, {}, "copy the model again")
-    if settings.get("use_cache") is False:
-        settings["use_cache"] = True
-        file.write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def _source_of(

@@ -518,7 +518,9 @@ def test_a_tensor_of_a_folder_in_16_bits_is_no_scale_whatever_its_name(tmp_path)
     llama().save_pretrained(tmp_path / "model")
     file = tmp_path / "model" / "model.safetensors"
     save_file(load_file(file) | {"model.layers.0.self_attn.k_scale": torch.ones(())}, file)
-    with pytest.raises(ValueError, match=r"holds .*self_attn\.k_scale, which the model of its config\.json has not"):
+    with pytest.raises(
+        ValueError, match=r"holds .*self_attn\.k_scale, which the model of its config\.json does not have"
+    ):
         export(tmp_path / "model", tmp_path / "out")
 
 

@@ -148,7 +148,7 @@ def test_a_tensor_of_another_shape_and_one_too_many_are_refused(tmp_path, name):
     rewrite(tmp_path / "model", **{tensor: right, f"{tensor}_of_another": right.clone()})
     refused(
         tmp_path / "model",
-        f"holds .*{tensor.rpartition('.')[2]}_of_another, which the model of its config.json has not",
+        f"holds .*{tensor.rpartition('.')[2]}_of_another, which the model of its config.json does not have",
     )
 
 

@@ -245,8 +245,8 @@ def test_adapters_that_cannot_be_merged_are_told(base, tmp_path) -> None:
     refused("trains more than adapters", target_parameters=["mlp.experts.gate_up_proj"])
     refused("init_lora_weights 'pissa_niter_4', by which peft changed the model", init_lora_weights="pissa_niter_4")
     refused("lacks .*lora_A.* and 0 more", {name: value for name, value in weights.items() if name != first})
-    refused("is of another model .*; give that as base", {**weights, first: torch.zeros(8, 12)})
-    refused("is of another model .*; give that as base", target_modules=["qkv"])
+    refused("is of another model .*; name that as base", {**weights, first: torch.zeros(8, 12)})
+    refused("is of another model .*; name that as base", target_modules=["qkv"])
     refused("_proj.weight are not finite", {**weights, first: torch.full_like(weights[first], torch.nan)})
     of_head = {f"base_model.model.lm_head.lora_{part}.weight": torch.ones(sides) for part, sides in HEAD.items()}
     refused("lm_head.weight in .* is no weight of one layer alone", of_head, **tied(tmp_path))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fp8booster.cli.train.key_values import fp8_config, parse_pairs
+from fp8booster.cli.train.key_values import fp8_config
 from fp8booster.cli.train.options import TrainOptions, flag_of
 from fp8booster.config import FP8Config
 from fp8booster.training.models import MODELS
@@ -118,23 +118,15 @@ def configurations(options: TrainOptions) -> list[Configuration]:
 
 
 def _with_fp8(options: TrainOptions, *pairs: str) -> TrainOptions:
-    """Return options with more fields of FP8Config: not set yet, of another value, and accepted with the others."""
-    config = fp8_config(options.fp8_options, options.level)
-    new = tuple(
-        pair
-        for pair in pairs
-        if any(getattr(config, name) != value for name, value in parse_pairs([pair], "--fp8-option").items())
-        and _is_accepted(options, pair)
-    )
-    return dataclasses.replace(options, fp8_options=(*options.fp8_options, *new))
-
-
-def _is_accepted(options: TrainOptions, pair: str) -> bool:
-    try:
-        fp8_config((*options.fp8_options, pair), options.level)
-    except ValueError:
-        return False
-    return True
+    """Add those fields of FP8Config that are not set yet, go with the others, and change something."""
+    for pair in pairs:
+        more = dataclasses.replace(options, fp8_options=(*options.fp8_options, pair))
+        try:
+            changed = fp8_config(more.fp8_options, more.level) != fp8_config(options.fp8_options, options.level)
+        except ValueError:
+            continue
+        options = more if changed else options
+    return options
 
 
 def _no_copies(options: TrainOptions) -> TrainOptions:

@@ -1,7 +1,7 @@
-"""What takes the place of GPUs, of values and of other ranks, so that a training step runs and only counts.
+"""Stand-ins for GPUs, for values and for other ranks, with which a training step runs and only counts.
 
 Tensors have shapes and no values (`FakeTensorMode`); process groups answer at once and send nothing (torch's backend
-"fake"). What reads values all the same, or lies in C++ and cannot do without, is replaced here.
+"fake"). Code that reads values all the same, or is C++ that needs them, is replaced here.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ except ImportError:
 
 @contextmanager
 def instead_of_gpus(tracker: MemoryTracker, ranks: int, gpu_memory: int) -> Iterator[None]:
-    """Be rank 0 of so many, on a GPU of so many bytes, under a tracker.
+    """Make this process rank 0 of so many, on a GPU of so many bytes, under a tracker.
 
     Raises:
         RuntimeError: this process is a rank already.
@@ -82,7 +82,7 @@ def instead_of_gpus(tracker: MemoryTracker, ranks: int, gpu_memory: int) -> Iter
 
 
 class _Guesses(TorchDispatchMode):
-    """Answers what Python asks of values that are not there: numbers are one, nothing is true, and all are equal."""
+    """Answers Python's questions about values that are not there: numbers are 1, none is true, all are equal."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -97,7 +97,7 @@ class _Guesses(TorchDispatchMode):
 
 
 class _Even:
-    """The rows of experts that get as many as each other, which nothing but values could tell: a `HostCopy` of them."""
+    """Equal numbers of rows for experts, in place of a `HostCopy` of the numbers that values would tell."""
 
     def __init__(self, chosen: torch.Tensor, experts: int) -> None:
         each, more = divmod(chosen.numel(), experts)
@@ -108,13 +108,11 @@ class _Even:
 
 
 def _as_a_kernel(tracker: MemoryTracker) -> Any:
-    """`Operator.run` whose definition leaves no trace but its results, as on a GPU.
-
-    One that gives none, and writes to its arguments, is passed over where these have no values: it takes no memory.
-    """
+    """Return an `Operator.run` of which the tracker sees the results alone, as of a kernel on a GPU."""
     run = Operator.run
 
     def call(self: Operator, *args: Any, **kwargs: Any) -> Any:
+        # it gives nothing, writes to its arguments, and takes no memory
         is_written_to = self.reference.__annotations__["return"] == "None"
         if is_written_to and any(isinstance(each, FakeTensor) for each in tree_leaves((args, kwargs))):
             return None
@@ -125,7 +123,7 @@ def _as_a_kernel(tracker: MemoryTracker) -> Any:
 
 
 def _resize_seen_by(tracker: MemoryTracker) -> Any:
-    """A storage's `resize_`, with which FSDP frees what it gathered, and of which no operator tells."""
+    """Return a storage's `resize_` that the tracker sees: FSDP frees by it, and no operator tells."""
     resize = torch.UntypedStorage.resize_
 
     def call(self: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
@@ -137,7 +135,7 @@ def _resize_seen_by(tracker: MemoryTracker) -> Any:
 
 
 def _metadata_of_what_was_sent() -> Any:
-    """The exchange of metadata on the first stage of a pipeline, which receives gradients of what it sent."""
+    """Return the exchange of metadata of a pipeline's first stage, which receives gradients of what it sent."""
     sent: list[Any] = []
 
     def call(object: Any, send_dst: int | None = None, recv_src: int | None = None, *_: Any, **__: Any) -> Any:
@@ -148,7 +146,7 @@ def _metadata_of_what_was_sent() -> Any:
 
 
 def _mesh_with_values() -> Any:
-    """Colossal-AI's mesh of ranks, which is made of tensors whose values it reads."""
+    """Return a maker of Colossal-AI's mesh of ranks, which reads values of the tensors that it makes."""
     make = DeviceMesh.from_process_group
 
     def call(group: Any) -> DeviceMesh:
@@ -159,7 +157,7 @@ def _mesh_with_values() -> Any:
 
 
 def _replicate(self: DistributedDataParallel, module: nn.Module, *_: Any, **options: Any) -> None:
-    """What DDP's constructor keeps: its buckets, as large as all gradients. Its reducer is C++ and reads values."""
+    """Take the place of DDP's constructor: keep buckets as large as all gradients; its reducer in C++ reads values."""
     nn.Module.__init__(self)
     self.module = module
     apart = not options.get("gradient_as_bucket_view", False)

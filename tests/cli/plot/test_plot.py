@@ -427,7 +427,7 @@ def test_a_file_that_is_no_page_is_not_written_over(run, tmp_path):
 
 @pytest.mark.parametrize("flag", ["--out", "--against"])
 def test_what_is_of_the_page_does_not_go_with_json(run, flag):
-    assert f"{flag} {run} is of the page, which --json does not write" in refused(run, "--json", flag, run)
+    assert f"{flag} is about the page, which --json does not write" in refused(run, "--json", flag, run)
 
 
 @pytest.mark.parametrize(
