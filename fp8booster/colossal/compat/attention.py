@@ -140,9 +140,9 @@ def rings_run_on_pytorch(module: ModuleType, replacements: Replacements) -> None
 
     def attention(upstream: Callable, q: Any, k: Any, v: Any, sp_axis: int, *args: Any, **kwargs: Any) -> Any:
         if no_flash_attn or is_compressed(kwargs["pg_mesh"].get_group_along_axis(sp_axis)):
-            from fp8booster.colossal.tensor import ring  # it imports the module that is patched
+            from fp8booster.colossal.tensor.attention import attend_in_ring  # it imports the module that is patched
 
-            upstream = ring.attention
+            upstream = attend_in_ring
         return upstream(q, k, v, sp_axis, *args, **kwargs)
 
     replacements.wrap(module, "RingAttention.attention", attention)

@@ -42,9 +42,7 @@ class _Loads(NamedTuple):
 
 
 class ExpertParallel(nn.Module):
-    """What the blocks have in common: a mixin before a native block, of whose attributes it reads the groups and the
-    experts.
-    """
+    """A mixin before one of Colossal-AI's blocks, of whose attributes it reads the groups and the experts."""
 
     sends_fp8: bool
 
@@ -52,7 +50,7 @@ class ExpertParallel(nn.Module):
     """This rank's experts, where they are computed by grouped products."""
 
     def mixture(self, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The weighted sum of what each token's experts make of it.
+        """Return the weighted sum of what each token's experts make of it.
 
         Args:
             tokens: [T, H].
@@ -84,7 +82,7 @@ class ExpertParallel(nn.Module):
         return _Loads(HostCopy(torch.cat([numbers.view(-1), rows])), factors)
 
     def _over_holders(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the ranks that hold the same experts agree on.
+        """Agree with the ranks that hold the same experts.
 
         Args:
             tokens: int64 [experts of this rank], how many each has here.

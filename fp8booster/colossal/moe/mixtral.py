@@ -24,7 +24,7 @@ class MixtralBlockSparseTop2MLP(nn.Module):
     def __init__(
         self, gate_up: torch.Tensor, down: torch.Tensor, act_fn: nn.Module, trained: tuple[bool, bool]
     ) -> None:
-        """Of copies of an expert's weights, [2 F, H] and [H, F]; `trained` says of each whether it gets gradients."""
+        """Copy an expert's weights, [2 F, H] and [H, F]; `trained` says of each whether it gets gradients."""
         super().__init__()
         gate, up = gate_up.chunk(2)
         self.w1, self.w2, self.w3 = _linear(gate, trained[0]), _linear(down, trained[1]), _linear(up, trained[0])
@@ -45,7 +45,7 @@ class SplitMixtralBlock(nn.Module):
     """A block whose router is a linear layer, and whose experts are modules."""
 
     def __init__(self, block: Any) -> None:
-        """Of transformers 5's; its weights are copied, and the router's parameter is kept."""
+        """Copy the weights of a block of transformers 5, and keep its router's parameter."""
         super().__init__()
         experts = block.experts
         self.returns_logits = False  # layers of transformers 5 add the output; also when the class has become another
@@ -75,7 +75,7 @@ class SplitMixtralBlock(nn.Module):
 
 
 def is_split(model: nn.Module) -> bool:
-    """Whether no block of a Mixtral holds its experts as parameters."""
+    """Tell whether no block of a Mixtral holds its experts as parameters."""
     return not any(_is_whole(module) for module in model.modules())
 
 

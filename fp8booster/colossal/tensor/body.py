@@ -31,7 +31,7 @@ from fp8booster.colossal.temporarily import temporarily
 from fp8booster.nn.fused.packing import CACHES
 
 Masks = list[Any]
-"""What each layer's attention is given."""
+"""The mask that each layer's attention is given."""
 
 
 def body_forward(
@@ -52,7 +52,7 @@ def body_forward(
     output_hidden_states: bool | None = None,
     **_: Any,
 ) -> BaseModelOutputWithPast | dict[str, torch.Tensor]:
-    """What takes the place of the forward of a body that shardformer has sharded.
+    """Run a body that shardformer has sharded, in place of its own forward.
 
     Args:
         self: the body: `embed_tokens`, `layers`, `norm` and `rotary_emb`.
@@ -162,7 +162,7 @@ def _ring(
     config: ShardConfig,
     is_first: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, Masks]:
-    """This rank's part of a sequence, the places of its tokens in the whole one, and what `RingAttention` is given.
+    """Return this rank's part of a sequence, the places of its tokens in the whole one, and the masks of `RingAttention`.
 
     Each rank has a part of the sequence's beginning and one of its end, and padding lies at the end.
     """
@@ -193,7 +193,7 @@ def _whole_sequences(
     config: ShardConfig,
     is_first: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, Masks]:
-    """As `_ring`, where an attention sees whole sequences: positions and masks are theirs."""
+    """Return the same where an attention sees whole sequences: positions and masks are theirs."""
     batch, length = hidden_states.shape[:2]
     along = config.enable_sequence_parallelism
     if along and not is_first:
@@ -233,7 +233,7 @@ def _masks(
     position_ids: torch.Tensor,
     past_key_values: Any,
 ) -> Masks:
-    """Those that transformers makes for its own attentions."""
+    """Return the masks that transformers makes for its own attentions."""
     config, count = self.config, len(self.layers)
     places = _places(past_key_values, position_ids)
     if _is_of_4_51(self):
@@ -277,7 +277,7 @@ def _places(past_key_values: Any, position_ids: torch.Tensor) -> torch.Tensor:
 
 
 def _checkpointed_layers(self: Any, layers: int, config: ShardConfig, stage: PipelineStageManager | None) -> int:
-    """How many of a stage's layers, from the first on, compute their activations again in backward."""
+    """Return the number of a stage's layers, from the first on, whose activations backward computes again."""
     if not (self.gradient_checkpointing and self.training):
         return 0
     if stage is None or config.gradient_checkpoint_config is None:
@@ -294,7 +294,7 @@ def _checkpointed_layers(self: Any, layers: int, config: ShardConfig, stage: Pip
 def _run(
     self: Any, layer: nn.Module, hidden_states: torch.Tensor, arguments: dict[str, Any], *, checkpoint: bool
 ) -> torch.Tensor:
-    """A layer's hidden states, [B, S', H]."""
+    """Return the hidden states that a layer makes, [B, S', H]."""
     if not hasattr(layer, "gradient_checkpointing"):
         call = partial(layer, **arguments)
         made = self._gradient_checkpointing_func(call, hidden_states) if checkpoint else call(hidden_states)

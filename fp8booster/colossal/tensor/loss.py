@@ -47,7 +47,7 @@ _FORWARDS = (
     "Qwen2PipelineForwards.qwen2_for_causal_lm_forward",
     "get_lm_forward_with_dist_cross_entropy.<locals>.forward",
 )
-"""Of shardformer/modeling/llama.py:266, mistral.py:187 and :557, qwen2.py:270 and :769."""
+"""Names of shardformer/modeling/llama.py:266, mistral.py:187 and :557, qwen2.py:270 and :769."""
 
 _SPREAD = (Linear1D_Col, FP8Linear1DCol, VocabParallelLMHead1D, FP8VocabParallelLMHead1D)
 """Heads whose vocabulary is spread over ranks."""
@@ -84,7 +84,7 @@ def _is_known(forward: Callable) -> bool:
 
 
 def _written(forward: Callable) -> Callable:
-    """The function behind bound methods, partial functions and what wraps it."""
+    """Return the function behind bound methods, partial functions and what wraps it."""
     while True:
         inner = getattr(forward, "__func__", None) or getattr(forward, "func", None)
         inner = inner or getattr(forward, "__wrapped__", None)
@@ -94,7 +94,7 @@ def _written(forward: Callable) -> Callable:
 
 
 def _why_not(model: nn.Module, config: ShardConfig) -> str | None:
-    """Why a model's loss is not computed over chunks, as it is now."""
+    """Return why a model's loss is not computed over chunks, as it is now; None where it is."""
     head = model.lm_head
     if getattr(head, "weight", None) is None:  # another stage of the pipeline has it
         return None
@@ -111,7 +111,7 @@ def _why_not(model: nn.Module, config: ShardConfig) -> str | None:
 
 
 def _forward_with(native: Callable, config: ShardConfig) -> Callable:
-    """A forward that computes the loss over chunks where it trains, around Colossal-AI's."""
+    """Return a forward that computes the loss over chunks where it trains, around Colossal-AI's."""
     signature = inspect.signature(native)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -119,19 +119,19 @@ def _forward_with(native: Callable, config: ShardConfig) -> Callable:
         arguments = {**bound.arguments, **bound.kwargs}
         if not wants_loss(self, arguments) or arguments["labels"].dim() != 2 or _why_not(self, config) is not None:
             return native(self, *args, **kwargs)
-        with _late_logits(self.lm_head, config):
+        with _lazy_logits(self.lm_head, config):
             outputs = native(self, *args, **kwargs)
-        late = {name for name, value in outputs.items() if isinstance(value, _LateLogits)}
-        if not late:  # not the last stage of a pipeline
+        lazy = {name for name, value in outputs.items() if isinstance(value, _LazyLogits)}
+        if not lazy:  # not the last stage of a pipeline
             return outputs
-        return type(outputs)(**{name: value for name, value in outputs.items() if name not in late})
+        return type(outputs)(**{name: value for name, value in outputs.items() if name not in lazy})
 
     forward.__signature__ = signature
     return mark_fused(forward, native)
 
 
-class _LateLogits:
-    """What shardformer's forwards take for logits: the hidden states of which a loss makes them.
+class _LazyLogits:
+    """Hidden states that shardformer's forwards take for logits, which the loss makes of them.
 
     `compat/layers.py` has `dist_cross_entropy` call `loss_of`.
     """
@@ -143,12 +143,12 @@ class _LateLogits:
     def dtype(self) -> torch.dtype:
         return self.hidden.dtype
 
-    def float(self) -> _LateLogits:
-        """These: the loss reads them in FP32."""
+    def float(self) -> _LazyLogits:
+        """Return these, which the loss reads in FP32."""
         return self
 
     def loss_of(self, labels: torch.Tensor) -> torch.Tensor:
-        """The mean loss over all tokens that count, float32 [], as `dist_cross_entropy` has it.
+        """Return the mean loss over all tokens that count, float32 [], as `dist_cross_entropy`.
 
         Args:
             labels: [batch, tokens], of all tokens, or under ring attention of this rank's, shifted.
@@ -173,7 +173,7 @@ class _LateLogits:
         return loss / count
 
     def _sum(self, targets: torch.Tensor) -> torch.Tensor:
-        """The sum of the losses of targets, of the tokens of these logits."""
+        """Return the sum of the losses of targets, of the tokens of these logits."""
         head, hidden = self.head, self.hidden
         rows = head.weight.shape[0]
         tokens = getattr(head, "old_num_embeddings", head.out_features)
@@ -190,14 +190,10 @@ class _LateLogits:
 
 
 @contextmanager
-def _late_logits(head: nn.Module, config: ShardConfig) -> Iterator[None]:
-    """For the length of one forward, let a head hand its hidden states on to the loss.
-
-    Args:
-        head: the last layer; it runs its hooks.
-        config: by which the model was sharded.
-    """
-    head.forward = lambda hidden: _LateLogits(head, hidden, config)
+def _lazy_logits(head: nn.Module, config: ShardConfig) -> Iterator[None]:
+    """Let a head hand its hidden states on to the loss, for the length of one forward."""
+    # on the instance, so that its hooks run
+    head.forward = lambda hidden: _LazyLogits(head, hidden, config)
     try:
         yield
     finally:

@@ -32,7 +32,7 @@ class _Qwen3Policy:
     model: nn.Module
 
     def module_policy(self) -> dict[str, ModulePolicyDescription]:
-        """Qwen2's, by Qwen3's names."""
+        """Return Qwen2's policy by Qwen3's names."""
         named = {getattr(key, "__name__", key): description for key, description in super().module_policy().items()}
         policy = {name.replace("Qwen2", "Qwen3"): description for name, description in named.items()}
         attention = policy.get(_ATTENTION)
@@ -71,7 +71,7 @@ POLICIES = {
 
 
 def _add_up(group: dist.ProcessGroup, gradient: torch.Tensor) -> torch.Tensor:
-    """The sum over the ranks, in FP32."""
+    """Return the sum over the ranks, made in FP32."""
     total = gradient.float()
     if total is gradient:  # others may read it
         total = total.clone()
@@ -80,7 +80,7 @@ def _add_up(group: dist.ProcessGroup, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def get_qwen3_flash_attention_forward(config: ShardConfig) -> Callable:
-    """What takes the place of an attention's forward, with flash attention or along a sequence.
+    """Return the forward of an attention with flash attention or along a sequence.
 
     Args:
         config: by which the model is sharded.

@@ -50,7 +50,7 @@ def native(tensor: torch.Tensor, group: dist.ProcessGroup, *dimensions: int) -> 
 @ranks(2)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_all_kinds_at_once_give_what_native_gives_one_by_one(batch: int) -> None:
-    from fp8booster.colossal.tensor.head_exchange import sequence_to_heads
+    from fp8booster.colossal.tensor.attention import sequence_to_heads
 
     group = plain_group()
     whole = values(batch, TOKENS, sum(KINDS), SIZE).requires_grad_()
@@ -69,7 +69,7 @@ def test_all_kinds_at_once_give_what_native_gives_one_by_one(batch: int) -> None
 @ranks(2)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_the_way_back_is_natives(batch: int) -> None:
-    from fp8booster.colossal.tensor.head_exchange import heads_to_sequence
+    from fp8booster.colossal.tensor.attention import heads_to_sequence
 
     group = plain_group()
     attended = values(batch, 4, 2 * TOKENS, SIZE).requires_grad_()  # attention gives heads before tokens
@@ -86,7 +86,7 @@ def test_the_way_back_is_natives(batch: int) -> None:
 
 @ranks(2)
 def test_a_compressed_group_sends_one_message_in_fp8_each_way() -> None:
-    from fp8booster.colossal.tensor.head_exchange import sequence_to_heads
+    from fp8booster.colossal.tensor.attention import sequence_to_heads
 
     whole = values(2, TOKENS, sum(KINDS), SIZE).requires_grad_()
     exact = whole.detach().clone().requires_grad_()
@@ -110,7 +110,7 @@ def test_a_compressed_group_sends_one_message_in_fp8_each_way() -> None:
 
 @ranks(2)
 def test_heads_that_ranks_cannot_share_are_refused() -> None:
-    from fp8booster.colossal.tensor.head_exchange import sequence_to_heads
+    from fp8booster.colossal.tensor.attention import sequence_to_heads
 
     with pytest.raises(ValueError, match=r"3 attention heads cannot be shared among 2 .* take an sp_size"):
         sequence_to_heads(values(1, TOKENS, 12, SIZE), (6, 3, 3), plain_group())

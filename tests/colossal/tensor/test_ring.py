@@ -16,7 +16,7 @@ BATCH, HEADS, TOKENS, SIZE = 2, 3, 5, 4
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What ours was given last; it gives v and numbered sums, [B, H, S]."""
-    from fp8booster.colossal.tensor import ring
+    from fp8booster.colossal.tensor import attention as ring
 
     given: dict[str, Any] = {}
 
@@ -33,11 +33,11 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def attention(mask: str = "CAUSAL", axis: int = 2, **options: Any) -> Any:
     from colossalai.shardformer.layer.attn import AttnMaskType
 
-    from fp8booster.colossal.tensor.ring import attention
+    from fp8booster.colossal.tensor.attention import attend_in_ring
 
     q, k, v = (torch.randn(BATCH, HEADS, TOKENS, SIZE) for _ in range(3))
     mesh = SimpleNamespace(get_group_along_axis=lambda axis: f"group of axis {axis}")
-    return v, attention(q, k, v, axis, AttnMaskType[mask], pg_mesh=mesh, **options)
+    return v, attend_in_ring(q, k, v, axis, AttnMaskType[mask], pg_mesh=mesh, **options)
 
 
 @pytest.mark.parametrize("axis", [1, 2])
