@@ -1,4 +1,4 @@
-"""What the optimizers that FP8 plugins make have in common."""
+"""The base of the optimizers that FP8 plugins make."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class BoostedOptimizer:
     """The count of optimizer steps at the last backward; None where its gradients are gone."""
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
-        """Backward from a loss; errors and arguments as in Colossal-AI's."""
+        """Run backward from a loss; errors and arguments as in Colossal-AI's."""
         self._unused_backward = optimizer_steps()
         with torch.autograd.set_multithreading_enabled(False):
             super().backward(*args, **kwargs)  # type: ignore[misc]
 
     def backward_by_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Backward from a tensor's gradient, as pipelines do it."""
+        """Run backward from a tensor's gradient, as pipelines do it."""
         self._unused_backward = optimizer_steps()
         with torch.autograd.set_multithreading_enabled(False):
             super().backward_by_grad(*args, **kwargs)  # type: ignore[misc]
@@ -47,20 +47,14 @@ class BoostedOptimizer:
         forget_step(self.trained)
 
     def add_param_group(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not after boost.
-
-        Colossal-AI hands a group to the wrapped optimizer (interface/optimizer.py:37), which has masters of the others:
-        ZeRO would step by gradients that no other rank has added to, or not at all, and Gemini would not find their
-        chunk.
-
-        Raises:
-            ValueError: always.
-        """
+        """Raise ValueError: a boosted optimizer takes no further parameters."""
+        # Colossal-AI hands a group to the wrapped optimizer (interface/optimizer.py:37), which has masters of the
+        # others: ZeRO would step by gradients that no other rank has added to, and Gemini would not find their chunk
         raise ValueError(
             "a boosted optimizer takes no further parameters, which it would neither shard nor reduce; give it all "
             "parameter groups before boost"
         )
 
     def get_grad_norm(self, norm_type: float = 2, **kwargs: object) -> float | None:
-        """The norm of the last step's gradients, None where none was asked for; the host waits for the device."""
+        """Return the norm of the last step's gradients, None where none was asked for; the host waits for the device."""
         return None if self._current_grad_norm is None else float(self._current_grad_norm)

@@ -20,5 +20,5 @@ def compress_groups(*groups: dist.ProcessGroup | None) -> None:
 
 
 def is_compressed(group: dist.ProcessGroup | None) -> bool:
-    """Whether what is sent over a group is compressed."""
+    """Tell whether messages over a group are compressed."""
     return group is not None and group in _compressed

@@ -1,4 +1,4 @@
-"""Which models Colossal-AI can shard, with the transformers that is installed."""
+"""The models that Colossal-AI can shard, with the transformers that is installed."""
 
 from __future__ import annotations
 
@@ -12,30 +12,33 @@ FAMILIES_OF_5 = {"llama": "LLaMA", "mistral": "Mistral", "mixtral": "Mixtral", "
 
 _OTHERS = "use LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin or GeminiPlugin without tensor parallelism"
 
+_4_51, _LAST_4, _5 = (4, 51), (4, 57), (5, 0)
+"""From the last 4 on models are those of 5, as far as sharding asks, but for experts, which are modules there."""
 
-def installed_transformers() -> str | None:
-    """Its version; None without one."""
+
+def _installed_transformers() -> tuple[str, tuple[int, ...]]:
+    """Return the version, and its first two numbers; without one, that which is sharded."""
     try:
-        return version("transformers")
+        installed = version("transformers")
     except PackageNotFoundError:
-        return None
+        installed = SHARDED_TRANSFORMERS
+    return installed, tuple(int(part) for part in installed.split(".")[:2])
 
 
 def is_transformers_5() -> bool:
-    """Whether its major version is 5, or a later one."""
-    installed = installed_transformers()
-    return installed is not None and _is_major_5(installed)
+    """Tell whether transformers is of version 5 or later."""
+    return _installed_transformers()[1] >= _5
 
 
 def why_not_sharded(what: str, instead: str) -> str | None:
-    """Why tensor, sequence, pipeline and expert parallelism do not run here, in a sentence; None where they do.
+    """Return why tensor, sequence, pipeline and expert parallelism do not run here; None where they do.
 
     Args:
         what: shards models; the sentence begins with it.
         instead: does what can be done without another transformers; the sentence ends with it.
     """
-    installed = installed_transformers()
-    if installed is None or _is_4_51(installed) or _is_newer(installed):
+    installed, numbers = _installed_transformers()
+    if numbers == _4_51 or numbers >= _LAST_4:
         return None
     return (
         f"{what} shards models of transformers {SHARDED_TRANSFORMERS}, 4.57 and 5, and transformers {installed} is "
@@ -44,19 +47,14 @@ def why_not_sharded(what: str, instead: str) -> str | None:
 
 
 def why_model_is_not_sharded(module: str, name: str) -> str | None:
-    """Why a model is not sharded with the transformers that is installed, in a sentence; None where it is.
+    """Return why a model is not sharded with the transformers that is installed, in a sentence; None where it is.
 
     Args:
         module, name: of its class.
     """
-    installed = installed_transformers()
-    if installed is None or not _is_newer(installed):
-        return None
-    # 4.57 has experts in modules of its own
-    known = {
-        folder: family for folder, family in FAMILIES_OF_5.items() if _is_major_5(installed) or folder != "mixtral"
-    }
-    if module in {f"transformers.models.{folder}.modeling_{folder}" for folder in known}:
+    installed, numbers = _installed_transformers()
+    known = {folder: family for folder, family in FAMILIES_OF_5.items() if numbers >= _5 or folder != "mixtral"}
+    if numbers < _LAST_4 or module in {f"transformers.models.{folder}.modeling_{folder}" for folder in known}:
         return None
     families = ", ".join(known.values())
     return (
@@ -75,16 +73,3 @@ def require_sharding(plugin: str) -> None:
     reason = why_not_sharded(plugin, _OTHERS)
     if reason is not None:
         raise ImportError(reason)
-
-
-def _is_4_51(installed: str) -> bool:
-    return installed.split(".")[:2] == SHARDED_TRANSFORMERS.split(".")[:2]
-
-
-def _is_newer(installed: str) -> bool:
-    """Whether models are those of 5, as far as sharding asks: from the last 4 on."""
-    return tuple(int(part) for part in installed.split(".")[:2]) >= (4, 57)
-
-
-def _is_major_5(installed: str) -> bool:
-    return int(installed.partition(".")[0]) >= 5

@@ -162,7 +162,7 @@ def _ring(
     config: ShardConfig,
     is_first: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, Masks]:
-    """Return this rank's part of a sequence, the places of its tokens in the whole one, and the masks of `RingAttention`.
+    """Return this rank's part of a sequence, the places of its tokens in the whole one, and `RingAttention`'s masks.
 
     Each rank has a part of the sequence's beginning and one of its end, and padding lies at the end.
     """
