@@ -100,7 +100,7 @@ def activate_backward(
     Returns:
         ([M, 2 F]: of x, then of up, or [M, F] without up; float32, whose largest entry is its amax).
     """
-    y, slope = _value_and_slope(values_of(x), kind)
+    y, slope = _value_and_slope(values_of(x), kind)  # f(x) again: forward keeps x, not this
     dy = dy.float()
     dx = dy * slope if up is None else torch.cat([dy * values_of(up) * slope, dy * y], 1)
     dx = dx.to(x.dtype)
@@ -119,7 +119,7 @@ def _value_and_slope(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     if kind == "gelu":
         share = _gaussian_share(x)
         return x * share, share + x * (x.square() / -2).exp() / math.sqrt(2 * math.pi)
-    sigmoid = 1 / (1 + (-_exponent(x, kind)).exp())
+    sigmoid = 1 / (1 + (-_exponent(x, kind)).exp())  # f' = s + x s (1 - s) z'
     y = x * sigmoid
     slope = y * (1 - sigmoid)
     return y, sigmoid + (slope if kind == "silu" else slope * (LINEAR * (1 + 3 * CUBIC * x.square())))

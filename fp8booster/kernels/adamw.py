@@ -91,6 +91,7 @@ def update(shards: AdamShards, rates: AdamRates, divisor: Tensor | None = None) 
     """
     shards.require_contiguous()
     update_by_torch(shards, rates, divisor)
+    # of values as they were rounded: the cast that takes these amaxes reads what memory holds
     return torch.stack(amaxes_of(shards.values))
 
 

@@ -135,6 +135,7 @@ def _update_part(
         w = w - decay * w
     w = w - _divide(step_size * m, _root(v) * inverse_root + _f32(rates.denominator_eps()))
 
+    # a block with an infinity would spoil its range, and so all its moments, for many steps
     kept = left_blocks(g, row)
     skipped += kept.sum(dtype=torch.int32)
     first, amaxes = encode_roots(m)
@@ -166,6 +167,7 @@ def next_moments(w: Tensor, g: Tensor, m: Tensor, v: Tensor, row: Tensor, rates:
     beta1, beta2 = rates.betas
     if not rates.decoupled:
         g = g + row[0] * w
+    # factors and their order as the kernel has them, which rounds each product
     m = _f32(beta1) * m + _f32(1 - beta1) * g
     return m, _f32(beta2) * v + (_f32(1 - beta2) * g) * g
 
@@ -191,6 +193,7 @@ def step_rows(
         device: of the tensors.
         divisor: gradients are divided by it first: float32 [] on the device. None: they are not.
     """
+    # by Python's floats, of 64 bits, and rounded once
     decay = rates.lr * rates.weight_decay if rates.decoupled else rates.weight_decay
     rows = torch.tensor(
         [
@@ -200,6 +203,7 @@ def step_rows(
         dtype=torch.float32,
         pin_memory=device.type == "cuda",  # the host must not wait: it comes here for each bucket within backward
     )
+    # odd multipliers of large spread: neighbouring steps and tensors draw unlike numbers
     seeds = [(t * 0x9E3779B1 + number * 0x85EBCA77) & 0x7FFFFFFF for t, number in zip(steps, numbers, strict=True)]
     rows.view(torch.int32)[:, SEED] = torch.tensor(seeds, dtype=torch.int32)
     rows = rows.to(device, non_blocking=True)
@@ -240,15 +244,18 @@ def encode_second(v: Tensor, seed: Tensor | None, begin: int = 0) -> tuple[Tenso
             hold the largest number.
         begin: where the first of them is in its tensor, for chance.
     """
-    bits = v.view(torch.int32).clamp(max=LARGEST)
+    bits = v.view(torch.int32).clamp(max=LARGEST)  # so that a moment that overflowed decays again
     largest = bits.amax(dim=1)
     least = torch.where(bits > 0, bits, LARGEST).amin(dim=1)
+    # 2^23 bits an octave; a block of zeros alone has the least above the largest
     least = torch.minimum(torch.maximum(least, largest - (MOST_OCTAVES << 23)), largest)
+    # rounded up, so that the largest has a code
     step = ((largest - least + STEPS - 1) // STEPS).clamp(min=1)
     if seed is None:
         least, step = _range_of_decoded(bits, least, step)
     above = (bits - least[:, None]).clamp(min=0).float() * _divide(torch.ones_like(step), step)[:, None]
     if seed is not None:
+        # minus a half, for it is rounded to nearest below: up as often as it lies above a code
         above = above + (chance(v.numel(), seed, v.device, begin).view_as(v) - 0.5)
     code = above.clamp(max=STEPS).round() + 1
     return torch.where(bits > 0, code, 0).to(torch.uint8), torch.stack([least, step], dim=1)

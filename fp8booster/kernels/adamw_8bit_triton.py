@@ -74,12 +74,14 @@ def adamw_8bit_kernel(
     before = value  # written again where the block is left as it is
     first_amax = tl.load(amaxes + block, mask=exists, other=0.0)
     mean = decode_roots(tl.load(firsts + index, mask=inside, other=0), first_amax, 1)
+    # `decode_second`, in registers: moments are in FP32 only here
     least = tl.load(ranges + 2 * block, mask=exists, other=0)
     step = tl.load(ranges + 2 * block + 1, mask=exists, other=0)
     code = tl.load(seconds + index, mask=inside, other=0).to(tl.int32)
     bits = tl.minimum(least[:, None] + (code - 1) * step[:, None], _LARGEST)
     square = tl.where(code > 0, bits, 0).to(tl.float32, bitcast=True)
 
+    # the order and the roundings of `next_moments`: eager code on the CPU resumes what a GPU wrote, with the same bits
     if DECOUPLED:
         value -= decay * value
     else:
@@ -90,6 +92,7 @@ def adamw_8bit_kernel(
 
     first, new_amax = encode_roots(tl.where(inside, mean, 0.0), 1)
 
+    # `encode_second`
     bits = tl.where(inside, tl.minimum(square.to(tl.int32, bitcast=True), _LARGEST), 0)
     largest = tl.max(bits, 1)
     least = tl.min(tl.where(bits > 0, bits, _LARGEST), 1)
@@ -105,6 +108,7 @@ def adamw_8bit_kernel(
     chance = (((x ^ (x >> 16)) >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 1.5
     second = tl.where(bits > 0, to_integers(tl.minimum(above + chance, 1.0 * _STEPS)) + 1, 0)
 
+    # a block that is left keeps its bytes: decoded and encoded again they would be rounded by chance once more
     writes = exists & updated
     tl.store(amaxes + block, new_amax, mask=writes)
     tl.store(ranges + 2 * block, least, mask=writes)

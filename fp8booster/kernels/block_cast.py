@@ -45,6 +45,7 @@ def encode(
         scales, payload = layout.scale_count(count), layout.payload_bytes(count)
         block = layout.block_size or math.ceil(payload / scales)
         part = values[start : start + count].float()
+        # scales in the padding are those of zeros: every byte of a message is defined
         blocks = F.pad(part, (0, scales * block - part.numel())).view(scales, block)
         if amax is None:
             low, high = blocks.aminmax(dim=1)
@@ -119,6 +120,7 @@ def _piece(
 
 def _sum(messages: Tensor, layout: MessageLayout, dtype: torch.dtype, factor: float) -> Tensor:
     count = layout.counts[0]
+    # in FP32, first piece to last, on every rank: replicas get the same bits
     total = torch.zeros(count, dtype=torch.float32, device=messages.device)
     for offset in layout.offsets:
         total += _piece(messages, offset, count, layout, dtype, factor)

@@ -113,5 +113,6 @@ def decoded(data: Tensor, inverse_scale: Tensor) -> Tensor:
 def transposed_blocks(inverse_scale: Tensor, rows: int, columns: int) -> Tensor:
     """Return the inverse scales of the transpose of FP8 values, [rows, columns], from those of their blocks."""
     transposed = inverse_scale.new_zeros(scales_shape(columns, rows, square=True))
+    # zeros in the padding: products may read there, and uninitialized memory may be NaN
     transposed[:, : rows // BLOCK] = inverse_scale[:, : columns // BLOCK].t()
     return transposed

@@ -67,7 +67,7 @@ def statistics(matrix: Tensor, decoded: Tensor, beyond: Tensor | float = math.in
     Returns:
         float64 [len(FIELDS)].
     """
-    values = matrix.detach().double()
+    values = matrix.detach().double()  # an error is far less than its value, and its square in FP32 would be lost
     is_finite = values.isfinite()
     values = torch.where(is_finite, values, 0.0)
     magnitude, is_nonzero, decoded = values.abs(), values != 0, decoded.double()

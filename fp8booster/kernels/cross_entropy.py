@@ -46,6 +46,7 @@ def cross_entropy(
         way).
     """
     kept = targets != ignore_index
+    # checked here and not on the host, which would wait for the device
     inside = (targets >= 0) & (targets < logits.shape[1])
     place = torch.where(inside, targets, 0)[:, None]
     adjusted = logits
@@ -57,7 +58,7 @@ def cross_entropy(
     losses = total.log() + (largest - values.gather(1, place))
     losses = torch.where(kept, torch.where(inside, losses[:, 0], torch.nan), 0.0)
     if factor is not None:
-        gradient = exponentials.div_(total)
+        gradient = exponentials.div_(total)  # in place: logits of a large vocabulary are the largest tensor of a step
         gradient.scatter_(1, place, gradient.gather(1, place) - 1).mul_(factor)
         if cap is not None:
             gradient.mul_(scale * (1 - (values / cap).square()))

@@ -43,6 +43,7 @@ def runs_triton(tensor: Tensor) -> bool:
 
 def current_stream(tensor: Tensor) -> int | None:
     """Return the handle of the stream on which work on a tensor is being queued; None for the CPU."""
+    # not torch.cuda.current_stream, which makes an object at each call
     return torch._C._cuda_getCurrentRawStream(tensor.device.index) if tensor.is_cuda else None
 
 

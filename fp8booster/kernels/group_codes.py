@@ -38,9 +38,7 @@ LEAST_AMAX = 2.0**-100
 LARGEST_SQUARE = 16128.0  # its root, as it is defined above, is 127
 HALF_ONE = 0x3F800000 // 2  # half the bits of 1
 
-_AT_ONCE = (
-    2**16
-)  # values of a sum that are added to at a time, a multiple of a group's: they stay in a processor's cache
+_AT_ONCE = 2**16  # values of a sum that are added to at a time, a multiple of a group's: so many stay in a cache
 
 
 class GroupCodes(NamedTuple):
@@ -98,6 +96,7 @@ def encode_groups(values: Tensor) -> GroupCodes:
         values: [M, K], BF16, FP16 or FP32.
     """
     code, amax = encode_roots(_in_groups(values.float()))
+    # an amax is one of the values, so that it is exact in their dtype
     return GroupCodes(code.flatten(1)[:, : values.shape[1]].contiguous(), amax.to(values.dtype))
 
 

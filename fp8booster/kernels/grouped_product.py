@@ -74,7 +74,7 @@ def grouped_product(
     Returns:
         [M, N] BF16.
     """
-    scale_a = inverse_scale_a.expand(len(a)).contiguous()
+    scale_a = inverse_scale_a.expand(len(a)).contiguous()  # the kernel takes a scale for each row of either operand
     if _runs_kernel(a, emulate):
         return _by_kernel(a, b.transpose(1, 2), scale_a, inverse_scale_b, groups, fast_accumulation)
     products = (
@@ -107,6 +107,7 @@ def summed_product(
         [G, N, K] BF16.
     """
     count = len(groups.rows)
+    # each group has its rows of scales: one for each row of a, and of b
     scale_a = inverse_scale_a.unsqueeze(1).expand(count, len(a)).contiguous()
     scale_b = inverse_scale_b.expand(count, len(b)).contiguous()
     if _runs_kernel(a, emulate):

@@ -106,7 +106,7 @@ class Launch:
     def __call__(self, *tensors: Tensor) -> None:
         """Run the kernel on tensors of one device, on that device's current stream."""
         device = tensors[0].get_device()
-        if device >= 0 and device != torch._C._cuda_getDevice():
+        if device >= 0 and device != torch._C._cuda_getDevice():  # a kernel runs on the current device's stream
             with torch.cuda.device(device):
                 self(*tensors)
             return

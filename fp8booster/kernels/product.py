@@ -51,7 +51,7 @@ def product(
         result = result if bias is None else (result + bias).to(out_dtype)
         return result if shape is None or result.shape == shape else _cropped(result, *shape)
     rowwise, is_cuda = inverse_scale_a.dim() + inverse_scale_b.dim() > 0, a.is_cuda
-    if rowwise:
+    if rowwise:  # a scale for each row of both operands: the kernel takes no mixture
         inverse_scale_a = inverse_scale_a.expand(len(a)).contiguous()
         inverse_scale_b = inverse_scale_b.expand(len(b)).contiguous()
     if (
@@ -85,7 +85,7 @@ def product(
     multiply = _scaled_mm_on_cpu if a.is_cpu else torch._scaled_mm
     result = multiply(
         a,
-        b.t(),
+        b.t(),  # a view in columns: no copy, and the only layout that cuBLAS takes
         scale_a=inverse_scale_a,
         scale_b=inverse_scale_b,
         bias=epilogue,
@@ -98,6 +98,7 @@ def product(
 
 
 def _cropped(result: Tensor, rows: int, columns: int) -> Tensor:
+    # a copy: a view would keep the padding alive, and callers of F.linear expect contiguous memory
     return result[:rows, :columns].contiguous()
 
 

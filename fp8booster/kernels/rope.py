@@ -46,6 +46,7 @@ def rotate(
         last: the last R places of a head are rotated, not the first.
     """
     first = qkv.shape[-1] - cos.shape[-1] if last else 0
+    # a view: what is written below is written into qkv
     part = qkv.unflatten(2, (groups, -1))[:, :, :, : heads // groups, first : first + cos.shape[-1]]
     x1, x2 = _pairs(part.float(), interleaved)
     (cos1, cos2), (sin1, sin2) = (_pairs(each.float()[:, :, None, None], interleaved_angles) for each in (cos, sin))
@@ -80,6 +81,7 @@ def rotate_back(
     before, part, behind = torch.cat([dq, dk], 3).tensor_split([first, first + cos.shape[-1]], -1)
     d1, d2 = _pairs(part.float(), interleaved)
     (cos1, cos2), (sin1, sin2) = (_pairs(each.float()[:, :, None, None], interleaved_angles) for each in (cos, sin))
+    # the transpose of the rotation, not one by the opposite angles: the two of a pair may differ
     rotated = _joined(d1 * cos1 + d2 * sin2, d2 * cos2 - d1 * sin1, interleaved)
     dqkv = torch.cat([torch.cat([before, rotated.to(dq.dtype), behind], -1), dv], 3).flatten(2, 3)
     return dqkv, amax_of(dqkv)

@@ -83,6 +83,7 @@ def row_norm(
         encoded: give h in 8 bits too.
     """
     h = x if residual is None else x + residual
+    # of h as it was rounded: backward and the next block read that
     values = _centered(h.float(), centered)
     inverse_rms = 1.0 / (values.square().mean(-1) + eps).sqrt()
     y = _by_kind(values * inverse_rms[:, None], weight) * _factors(weight, unit_offset)
@@ -140,6 +141,7 @@ def row_norm_backward(
     """
     normal = _centered(values_of(h), centered) * inverse_rms[:, None]
     weighted = (_by_kind(dy.float(), weight) * _factors(weight, unit_offset)).view(dy.shape)
+    # less its part along the row itself, which a norm takes out, and its mean, where the row's was taken off
     dx = inverse_rms[:, None] * (_centered(weighted, centered) - normal * (weighted * normal).mean(-1, keepdim=True))
     if dh is not None:
         dx = dx + dh.float()

@@ -40,6 +40,7 @@ def cast_shards(
     require_contiguous(shards, outs)
     for shard, amax, out, inverse_scale in zip(shards, amaxes, outs, inverse_scales, strict=True):
         scale, inverse = scale_of(amax, out.dtype, power_of_two)
+        # the scale is that of the whole tensor, so the gathered parts have the bytes of a cast of the whole
         out.view(torch.uint8).copy_(saturate(shard.float() * scale, out.dtype).view(torch.uint8))
         inverse_scale.copy_(inverse)
 
@@ -69,4 +70,5 @@ def unpack(
         if transpose is not None:
             transpose.view(torch.uint8).copy_(matrix.view(torch.uint8).t())
         if weight is not None:
+            # from the bytes that were sent, so that replicas and products have the same weight
             weight.copy_(matrix.float() * inverse_scale)

@@ -36,6 +36,7 @@ def own_entry(entries, owners, FIELDS: tl.constexpr):
         (the entry, its place in the list, the program's number among those of the entry).
     """
     program = tl.program_id(0)
+    # an owner for each run of programs, not for each program: the table stays small, and in a cache
     entry = entries + tl.load(owners + program // RUN).to(tl.int64) * (FIELDS + 2)
     return entry, tl.load(entry + FIELDS), program - tl.load(entry + FIELDS + 1).to(tl.int32)
 
@@ -44,6 +45,7 @@ def own_entry(entries, owners, FIELDS: tl.constexpr):
 def own_pointer(entry, field, like, ALIGNED: tl.constexpr):
     """Load the address in a field of an entry, as a pointer of the type of another."""
     pointer = tl.load(entry + field).to(like.dtype)
+    # what the compiler cannot see of a loaded number, and needs to move whole vectors
     return tl.multiple_of(pointer, 16) if ALIGNED else pointer
 
 
@@ -106,8 +108,10 @@ def launch_over(
     """
     kinds = [*tensors, *scalars]
     fields = np.array([*(list(map(Tensor.data_ptr, kind)) for kind in kinds), *sizes], dtype=np.int64)
+    # one look at all: an address or size that is no multiple of 16 leaves a low bit
     bits = np.bitwise_or.reduce(fields[: len(tensors)]) | np.bitwise_or.reduce(fields[len(kinds) :])
     counts = np.array(programs, dtype=np.int64)
+    # dtypes and alignment are constants of a compiled kernel: as many launches as there are kinds, of many tensors each
     alike: dict[tuple, list[int]] = {}
     dtypes = ([tensor.dtype for tensor in kind] for kind in kinds)
     for place, kind in enumerate(zip((bits % ALIGNMENT == 0).tolist(), *dtypes, strict=True)):
@@ -132,6 +136,7 @@ def _table(rows: np.ndarray, runs: tuple[int, ...], device: torch.device) -> tup
         runs: of each entry.
         device: of both.
     """
+    # pinned: from other memory the copy would make the host wait
     values = torch.empty(rows.shape, dtype=torch.int64, pin_memory=device.type == "cuda")
     values.numpy()[:] = rows
     return values.to(device, non_blocking=True), _owners(runs, device)

@@ -47,4 +47,5 @@ def sum_rows_backward(gradient: Tensor, rows: Tensor, places: Tensor, weights: T
     gradient = gradient.to(torch.promote_types(rows.dtype, weights.dtype)).unsqueeze(1)
     drows = (gradient * weights.unsqueeze(2)).to(rows.dtype).view(-1, rows.shape[1])
     dweights = (gradient * of_tokens).sum(2).to(weights.dtype)
+    # every row is some token's, once: a copy, where index_add_ would zero and add in no fixed order
     return torch.empty_like(rows).index_copy_(0, places.view(-1), drows), dweights

@@ -36,7 +36,7 @@ def sum_rows_kernel(
         values = tl.load(x + row + column, mask=inside, other=0.0).to(tl.float32)
         if WEIGHTED:
             values = values * tl.load(weights + choice).to(tl.float32)
-            if ROUNDED:
+            if ROUNDED:  # as torch multiplies 16 bits by 16: the product is rounded before it is added
                 values = values.to(x.dtype.element_ty).to(tl.float32)
         total += values
     tl.store(y + token * features + column, total.to(y.dtype.element_ty), mask=inside)
@@ -60,6 +60,7 @@ def sum_rows_backward_kernel(
     token, row = choice // OF_TOKEN, tl.load(places + choice)
     weight = tl.load(weights + choice).to(tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
+    # a whole row for each program: so the weight's gradient is one sum, without atomics
     for first in tl.range(0, features, BLOCK):
         column = first + tl.arange(0, BLOCK)
         inside = column < features

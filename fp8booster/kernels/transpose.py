@@ -29,7 +29,7 @@ def gathered_layouts(gathered: Tensor, outer: int, *, plain: bool, transposed: b
     total = ranks * rows
     data = transpose = gathered.new_empty(0)
     if plain and outer == 1 and total == aligned(total):
-        data, plain = gathered.view(total, columns), False
+        data, plain = gathered.view(total, columns), False  # the ranks' rows follow each other already
     elif plain:
         data = gathered.new_empty(aligned(total), columns)
     if transposed:
@@ -53,4 +53,4 @@ def order(gathered: Tensor, outer: int, data: Tensor | None, transpose: Tensor |
     for into, matrix in ((data, ordered), (None if transpose is None else transpose.t(), ordered)):
         if into is not None:
             into[: ranks * rows].copy_(matrix)
-            into[ranks * rows :].zero_()
+            into[ranks * rows :].zero_()  # the padding, over which wgrad sums
