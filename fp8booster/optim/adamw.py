@@ -1,4 +1,4 @@
-"""AdamW whose states take 4 bytes a parameter beside a BF16 weight, or 2 beside an FP32 one, in place of 12 and 8."""
+"""AdamW whose states take 4 bytes a parameter for a BF16 weight, or 2 for an FP32 one, in place of 12 and 8."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from torch.utils.hooks import RemovableHandle
 
 from fp8booster.argument_types import require_types
 from fp8booster.config import GRADIENT_ACCUMULATIONS
-from fp8booster.kernels.adamw import AdamRates, require_rates
+from fp8booster.kernels.adamw import require_rates
 from fp8booster.kernels.adamw_8bit import AMAX, master_of, split, step_rows, update_8bit
 from fp8booster.kernels.code_statistics import MomentSample
 from fp8booster.optim.gradient_sums import GradientSum, added, value_of
 from fp8booster.optim.states_8bit import LOW, State, States, as_tensor
+from fp8booster.optim.steps import rates_of, update_by_device
 
 _OPTIONS_OF_TORCH = {
     "amsgrad": False,
@@ -34,17 +35,17 @@ _OPTIONS_OF_TORCH = {
 DEFAULT_ACCUMULATION = "16-bit"
 
 _COPIED = ("micro_batches", "updates_in_backward", "_accumulation", "_numbers", "_has_engine", "_skipped")
-"""Attributes of a copy beside those of torch's optimizers."""
+"""Attributes that a copy keeps, besides those of torch's optimizers."""
 
 Observer = Callable[[int, Callable[[], MomentSample]], Callable[[], None] | None]
-"""Sees the update of the model's parameter of this id, or of a part of it: asked before, with what would take a sample
-of its moments then; what it returns is called after."""
+"""Called before the update of the model's parameter of this id, or of a part of it, with a function that samples its
+moments; what it returns is called after."""
 
 observers: list[Observer] = []
 """Asked before each update."""
 
 _SHARD = 0x27D4EB2F
-"""By which the number of a shard is multiplied in the seed of chance."""
+"""Factor of a shard's number in the seed of stochastic rounding."""
 
 
 class AdamW(Optimizer):
@@ -129,7 +130,7 @@ class AdamW(Optimizer):
         self.state = States()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy or a pickle is made of. Raises ValueError: gradients wait for further micro-batches."""
+        """Return the parts of a copy or a pickle. Raises ValueError: gradients wait for further micro-batches."""
         self._require_no_sums("copied")
         return super().__getstate__() | {name: vars(self)[name] for name in _COPIED}
 
@@ -286,15 +287,11 @@ class AdamW(Optimizer):
         gradients: Mapping[torch.nn.Parameter, torch.Tensor],
         divisor: torch.Tensor | None = None,
     ) -> dict[torch.nn.Parameter, torch.Tensor]:
-        """Take a step with some parameters of a group, and tell their amaxes."""
+        """Take a step with some parameters of a group, and return their amaxes."""
         parameters = [parameter for parameter in gradients if parameter.numel() > 0]
-        amaxes: dict[torch.nn.Parameter, torch.Tensor] = {}
-        for device in dict.fromkeys(parameter.device for parameter in parameters):
-            here = [parameter for parameter in parameters if parameter.device == device]
-            of_here = [gradients[parameter] for parameter in here]
-            found = self.update_shards(group, here, of_here, None if divisor is None else divisor.to(device))
-            amaxes.update(zip(here, found.unbind(), strict=True))
-        return amaxes
+        of_each = [gradients[parameter] for parameter in parameters]
+        amaxes = update_by_device(self.update_shards, group, parameters, of_each, divisor)
+        return dict(zip(parameters, amaxes, strict=True))
 
     @torch.no_grad()
     def update_shards(
@@ -328,8 +325,7 @@ class AdamW(Optimizer):
                 "an engine has put tensors in the place of this optimizer's parameters; boost it with a plugin of "
                 "fp8booster.plugins, or take torch.optim.AdamW"
             )
-        decoupled = group.get("decoupled_weight_decay", True)
-        rates = AdamRates(float(group["lr"]), group["betas"], group["eps"], group["weight_decay"], decoupled)
+        rates = rates_of(group, decoupled=True)._replace(lr=float(group["lr"]))
         device = parameters[0].device
         states = [self._state_of(parameter) for parameter in parameters]
         for state in states:
@@ -376,7 +372,7 @@ class AdamW(Optimizer):
         return result
 
     def full_state_dict(self) -> dict[str, Any]:
-        """The state dict that `torch.optim.AdamW` would have: moments in FP32, and beside them `master`, in FP32.
+        """Return the state dict that `torch.optim.AdamW` would have, in FP32, with a `master` for each parameter.
 
         Raises:
             ValueError: as `state_dict`.
@@ -384,18 +380,15 @@ class AdamW(Optimizer):
         self._require_no_sums("saved")
         full = super().state_dict()
         parameters = [each for group in self.param_groups for each in group["params"]]
-        full["state"] = {number: self._in_fp32(parameters[number], state) for number, state in full["state"].items()}
+        for number, state in full["state"].items():
+            value, low = parameters[number].detach(), state.codes.get(LOW)
+            full["state"][number] = {
+                "step": as_tensor(state.codes["step"]),
+                "exp_avg": state["exp_avg"],
+                "exp_avg_sq": state["exp_avg_sq"],
+                "master": value.clone() if low is None else master_of(value, low).view_as(value),
+            }
         return full
-
-    def _in_fp32(self, parameter: torch.Tensor, state: State) -> dict[str, Any]:
-        value = parameter.detach()
-        low = state.codes.get(LOW)
-        return {
-            "step": as_tensor(state.codes["step"]),
-            "exp_avg": state["exp_avg"],
-            "exp_avg_sq": state["exp_avg_sq"],
-            "master": value.clone() if low is None else master_of(value, low).view_as(value),
-        }
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

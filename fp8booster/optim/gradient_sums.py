@@ -1,4 +1,4 @@
-"""How a tensor's gradients add up over micro-batches: in FP32, in BF16, or in 8 bits."""
+"""Sums of a tensor's gradients over micro-batches: in FP32, in BF16, or in 8 bits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fp8booster.kernels.code_statistics import SumSample
 from fp8booster.kernels.group_codes import GroupCodes, add_to_sums, read_sums, zero_sums
 
 GradientSum = Tensor | GroupCodes
-"""What is kept of the gradients of one tensor so far."""
+"""The sum of one tensor's gradients so far."""
 
 
 Observer = Callable[[int, Callable[[], SumSample]], Callable[[], None] | None]
@@ -24,7 +24,7 @@ observers: list[Observer] = []
 
 @torch.no_grad()
 def added(total: GradientSum | None, gradient: Tensor, kind: str, parameter: int = 0) -> GradientSum:
-    """The sum with one more gradient: the given one, changed in place, where it can be.
+    """Return a sum with one more gradient: the given sum, changed in place, where it can be.
 
     Args:
         total: None where the gradient is the first.
@@ -51,7 +51,7 @@ def added(total: GradientSum | None, gradient: Tensor, kind: str, parameter: int
 
 @torch.no_grad()
 def value_of(total: GradientSum, gradient: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A sum, and one more gradient, added in FP32: [n] of a dtype, in memory of its own or not."""
+    """Return a sum, with one more gradient added in FP32: [n] of a dtype, in memory of its own or not."""
     if isinstance(total, GroupCodes):
         return read_sums(total, None if gradient is None else gradient.contiguous(), dtype)
     flat = total.flatten()

@@ -9,6 +9,7 @@ at a time.
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType, MethodType
@@ -18,13 +19,12 @@ import torch
 from torch.optim import Adam, AdamW, Optimizer
 
 from fp8booster.argument_types import require_types
-from fp8booster.kernels.adamw import AdamRates, AdamShards, require_rates, update, update_by_torch
+from fp8booster.kernels.adamw import AdamShards, require_rates, update, update_by_torch
 from fp8booster.kernels.device import runs_triton
+from fp8booster.optim.steps import rates_of
 
 VALUES_AT_ONCE = 2**26
 """How many gradient values are held in FP32 at a time; a shard is never split."""
-
-_INFINITE = float("inf")
 
 
 class HybridAdam(Optimizer):
@@ -35,11 +35,10 @@ class HybridAdam(Optimizer):
 
     Args:
         model_params: parameters or parameter groups.
-        lr, betas, eps, weight_decay: as in `torch.optim.Adam`.
-        bias_correction: divide the moments by what they have yet to collect.
+        lr, betas, eps, weight_decay, amsgrad, maximize: as in `torch.optim.Adam`.
+        bias_correction: correct the moments for their start at 0.
         adamw_mode: decay the weights themselves (AdamW), not by way of the gradient (Adam with L2).
         nvme_offload_fraction, nvme_offload_dir: as in Colossal-AI's, at their defaults: states on a disk are refused.
-        amsgrad, maximize: as in `torch.optim.Adam`.
         initial_scale: as in Colossal-AI's, without effect: the loss scale is the plugin's.
 
     Raises:
@@ -126,9 +125,8 @@ class HybridAdam(Optimizer):
 
         Args:
             closure: computes the loss anew, and is what this returns.
-            div_scale: gradients are divided by it; the number -1 divides by nothing. A tensor, float32 [], stays where
-                it is for gradients on its device, so that the host need not know it. Gradients of FP32 may be divided
-                in place.
+            div_scale: gradients are divided by it, a number or float32 []; the number -1 divides by nothing. Gradients
+                of FP32 may be divided in place.
         """
         loss = None
         if closure is not None:
@@ -141,7 +139,7 @@ class HybridAdam(Optimizer):
         return loss
 
     def _batches(self, group: dict[str, Any]) -> Iterator[list[torch.nn.Parameter]]:
-        """The parameters with a gradient, those that one call can update together."""
+        """Yield the parameters with a gradient, those that one call can update together."""
         kinds: dict[tuple[torch.device, torch.dtype, torch.dtype], list[torch.nn.Parameter]] = {}
         for parameter in group["params"]:
             if parameter.grad is not None and parameter.numel() > 0:
@@ -150,7 +148,7 @@ class HybridAdam(Optimizer):
         for parameters in kinds.values():
             batch: list[torch.nn.Parameter] = []
             values = 0
-            at_once = _INFINITE if _in_one_pass(group, parameters[0]) else VALUES_AT_ONCE
+            at_once = math.inf if _in_one_pass(group, parameters[0]) else VALUES_AT_ONCE
             for parameter in parameters:
                 if batch and values + parameter.numel() > at_once:
                     yield batch
@@ -159,22 +157,28 @@ class HybridAdam(Optimizer):
                 values += parameter.numel()
             yield batch
 
+    @torch.no_grad()
+    def update_shards(
+        self,
+        group: dict[str, Any],
+        parameters: Sequence[torch.nn.Parameter],
+        gradients: Sequence[torch.Tensor],
+        divisor: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Take a step with parameters of one device in one pass; arguments and result as in `AdamW.update_shards`."""
+        rates = rates_of(group, self.defaults["decoupled_weight_decay"])
+        return update(self.next_shards(group, parameters, gradients), rates, divisor)
+
     def next_shards(
         self, group: dict[str, Any], parameters: Sequence[torch.nn.Parameter], gradients: Sequence[torch.Tensor]
     ) -> AdamShards:
-        """What a step reads and writes of parameters of one device; it counts the step.
-
-        Args:
-            group: of the parameters.
-            parameters: of one device.
-            gradients: of each, on this device.
-        """
+        """Count a step, and return the tensors that it reads and writes; arguments as in `update_shards`."""
         device = parameters[0].device
         states = [self._state_of(parameter, group.get("amsgrad", False)) for parameter in parameters]
         # a correction for infinitely many steps is none
         corrected = group.get("bias_correction", True)
         steps = {
-            step: torch.full((), step if corrected else _INFINITE, dtype=torch.float32, device=device)
+            step: torch.full((), step if corrected else math.inf, dtype=torch.float32, device=device)
             for step in {state["step"] for state in states}
         }
         return AdamShards(
@@ -201,18 +205,19 @@ class HybridAdam(Optimizer):
     def _update(
         self, parameters: list[torch.nn.Parameter], group: dict[str, Any], div_scale: float | torch.Tensor
     ) -> dict[torch.nn.Parameter, torch.Tensor]:
-        """Update parameters of one device and dtype; the amaxes of their new values, where these are known."""
+        """Update parameters of one device and dtype; return the amaxes of their new values, where these are known."""
         device = parameters[0].device
         divisor = None
         if isinstance(div_scale, torch.Tensor):
             divisor = div_scale.to(device)
         elif div_scale != -1:
             divisor = torch.full((), div_scale, dtype=torch.float32, device=device)
-        shards = self.next_shards(group, parameters, [each.grad.data for each in parameters if each.grad is not None])
-        decoupled = group.get("decoupled_weight_decay", self.defaults["decoupled_weight_decay"])
-        rates = AdamRates(group["lr"], group["betas"], group["eps"], group["weight_decay"], decoupled)
+        gradients = [each.grad.data for each in parameters if each.grad is not None]
         if _in_one_pass(group, parameters[0]):
-            return dict(zip(parameters, update(shards, rates, divisor).unbind(), strict=True))
+            amaxes = self.update_shards(group, parameters, gradients, divisor)
+            return dict(zip(parameters, amaxes.unbind(), strict=True))
+        shards = self.next_shards(group, parameters, gradients)
+        rates = rates_of(group, self.defaults["decoupled_weight_decay"])
         amsgrad = group.get("amsgrad", False)
         largest = [self.state[each]["max_exp_avg_sq"] for each in parameters] if amsgrad else []
         update_by_torch(shards, rates, divisor, largest, group.get("maximize", False))
@@ -220,12 +225,12 @@ class HybridAdam(Optimizer):
 
 
 def _in_one_pass(group: dict[str, Any], parameter: torch.nn.Parameter) -> bool:
-    """Whether a parameter of a group is updated by the kernel of `kernels.adamw`."""
+    """Tell whether a parameter of a group is updated by the kernel of `kernels.adamw`."""
     return runs_triton(parameter) and not (group.get("amsgrad", False) or group.get("maximize", False))
 
 
 def _tell_schedule(optimizer: Optimizer) -> Callable[..., Any]:
-    """The optimizer's `step` with what a learning rate schedule left on the one it had.
+    """Return the optimizer's `step` with the marks that a learning rate schedule left on the one it had.
 
     A schedule warns unless it finds its mark on `step`, and `_opt_called` set by it
     (torch/optim/lr_scheduler.py: patch_track_step_called).

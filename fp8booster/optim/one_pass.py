@@ -16,9 +16,10 @@ from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-from fp8booster.kernels.adamw import AdamRates, AdamShards, update
+from fp8booster.kernels.adamw import AdamShards, update
 from fp8booster.optim.adamw import AdamW as AdamW8bit
 from fp8booster.optim.hybrid_adam import HybridAdam
+from fp8booster.optim.steps import rates_of, update_by_device
 
 OURS = (HybridAdam, AdamW8bit)
 """Optimizers that find the amaxes of what they write."""
@@ -28,7 +29,7 @@ COUNTS_STEPS = "fp8_counts_steps"
 
 
 def why_not(optimizer: Optimizer) -> str | None:
-    """Why an optimizer has to step by itself, or None where `step_group` computes the same up to the order of rounding.
+    """Return why an optimizer has to step by itself; None where `step_group` computes the same but for rounding order.
 
     Not where somebody asked for another implementation, or has hooks that may want to see the parameters.
     """
@@ -48,13 +49,13 @@ def why_not(optimizer: Optimizer) -> str | None:
 
 
 def _left_to_torch(group: dict[str, Any]) -> bool:
-    """Whether nobody chose an implementation, for parameters that all lie on a GPU: torch's passes there are many."""
+    """Tell whether torch chooses the implementation, for parameters on a GPU: it then takes many passes."""
     chosen = group["fused"] is not None or group["foreach"] is not None
     return not chosen and all(parameter.is_cuda for parameter in group["params"])
 
 
 def has_hooks(optimizer: Optimizer) -> bool:
-    """Whether anybody is called before or after a step but those who only count steps."""
+    """Tell whether a step has hooks, besides those that only count steps."""
     hooks = chain.from_iterable(
         registered.values()
         for registered in (
@@ -89,48 +90,32 @@ def step_group(
     Returns:
         Of each parameter the largest magnitude among its new values: float32 [], on its device.
     """
-    update_shards = optimizer.update_shards if isinstance(optimizer, AdamW8bit) else partial(_update_shards, optimizer)
-    amaxes: dict[int, torch.Tensor] = {}
-    for device in dict.fromkeys(parameter.device for parameter in parameters):
-        places = [place for place, parameter in enumerate(parameters) if parameter.device == device]
-        here, of_here = [parameters[place] for place in places], [gradients[place] for place in places]
-        found = update_shards(group, here, of_here, None if divisor is None else divisor.to(device))
-        amaxes.update(zip(places, found.unbind(), strict=True))
-    return [amaxes[place] for place in range(len(parameters))]
+    update_shards = optimizer.update_shards if isinstance(optimizer, OURS) else partial(_update_shards, optimizer)
+    return update_by_device(update_shards, group, parameters, gradients, divisor)
 
 
 def _update_shards(
-    optimizer: Adam | HybridAdam,
+    optimizer: Adam,
     group: dict[str, Any],
-    parameters: list[nn.Parameter],
-    gradients: list[torch.Tensor],
+    parameters: Sequence[nn.Parameter],
+    gradients: Sequence[torch.Tensor],
     divisor: torch.Tensor | None,
 ) -> torch.Tensor:
-    """As `AdamW8bit.update_shards`."""
-    shards_of = optimizer.next_shards if isinstance(optimizer, HybridAdam) else partial(_next_shards, optimizer)
-    decoupled = group.get("decoupled_weight_decay", optimizer.defaults["decoupled_weight_decay"])
-    rates = AdamRates(group["lr"], group["betas"], group["eps"], group["weight_decay"], decoupled)
-    return update(shards_of(group, parameters, gradients), rates, divisor)
-
-
-def _next_shards(
-    optimizer: Adam, group: dict[str, Any], parameters: list[nn.Parameter], gradients: list[torch.Tensor]
-) -> AdamShards:
-    """As `HybridAdam.next_shards`; torch makes the states where there are none."""
+    """As `AdamW8bit.update_shards`; torch makes the states where there are none."""
     states = [optimizer.state[each] for each in parameters]
     _make_states(optimizer, group, [each for each, state in zip(parameters, states, strict=True) if not state])
     exp_avgs, exp_avg_sqs, steps = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
     torch._foreach_add_(steps, 1)
-    return AdamShards([each.detach() for each in parameters], gradients, exp_avgs, exp_avg_sqs, steps)
+    shards = AdamShards([each.detach() for each in parameters], gradients, exp_avgs, exp_avg_sqs, steps)
+    return update(shards, rates_of(group, optimizer.defaults["decoupled_weight_decay"]), divisor)
 
 
 def _make_states(optimizer: Adam, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
-    """Let torch make the states of parameters, which it does for those with a gradient of their own dtype.
-
-    It reads no more of a gradient: the values stand in for it.
-    """
+    """Let torch make the states of parameters."""
     if not parameters:
         return
+    # torch makes them for parameters with a gradient of their own dtype, which an engine's need not have; it reads no
+    # more of it, so the values stand in
     held = [each.grad for each in parameters]
     for each in parameters:
         each.grad = each.detach()

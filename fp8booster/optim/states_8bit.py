@@ -22,7 +22,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class State(MutableMapping[str, Any]):
-    """What is kept of a parameter, with the entries that torch's AdamW has: `step`, and both moments in FP32.
+    """A parameter's state with the entries of torch's AdamW: `step`, and both moments in FP32.
 
     Reading a moment decodes it, setting one encodes it, and neither keeps FP32 values. What was decoded is encoded
     without loss, as long as it is cut into blocks at the same places. A deep copy is an ordinary dict of FP32 values:
@@ -30,7 +30,7 @@ class State(MutableMapping[str, Any]):
 
     Args:
         given: entries, or codes.
-        show_step: what reading `step` gives of its number.
+        show_step: makes of the number of steps the value that reading `step` gives.
     """
 
     codes: dict[str, Any]
@@ -49,7 +49,7 @@ class State(MutableMapping[str, Any]):
 
     @classmethod
     def zeros(cls, parameter: torch.Tensor) -> State:
-        """Of a parameter that has taken no step."""
+        """Return the state of a parameter that has taken no step."""
         count, device = parameter.numel(), parameter.device
         codes = dict(zip(_FIRST + _SECOND, Moments8bit.zeros(count, device), strict=True))
         if parameter.dtype is torch.bfloat16:

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from fp8booster.optim.clipping import clipping_divisor
+from fp8booster.optim.steps import clipping_divisor
 
 
 @pytest.mark.parametrize("loss_scale", [1.0, 2.0**16])

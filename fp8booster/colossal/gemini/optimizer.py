@@ -15,8 +15,8 @@ from fp8booster.colossal.boosted_optimizer import BoostedOptimizer
 from fp8booster.colossal.gemini.gradients import gradient_chunk
 from fp8booster.colossal.gemini.masters import Part
 from fp8booster.colossal.gemini.model import FP8GeminiDDP
-from fp8booster.optim.clipping import clipping_divisor
 from fp8booster.optim.one_pass import OURS, has_hooks
+from fp8booster.optim.steps import clipping_divisor
 
 
 class FP8GeminiOptimizer(BoostedOptimizer, GeminiOptimizer):

@@ -22,7 +22,7 @@ from fp8booster.colossal.zero.optimizer import FP8ZeroOptimizer
 from fp8booster.config import FP8Config
 from fp8booster.kernels.norms import norms_of
 from fp8booster.nn.modules import change_class
-from fp8booster.optim.clipping import clipping_divisor
+from fp8booster.optim.steps import clipping_divisor
 
 
 class _SpreadsSums:

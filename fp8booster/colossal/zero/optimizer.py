@@ -37,8 +37,8 @@ from fp8booster.config import FP8Config
 from fp8booster.kernels.message_layout import side_by_side
 from fp8booster.nn.modules import change_class
 from fp8booster.optim import AdamW, one_pass
-from fp8booster.optim.clipping import clipping_divisor
 from fp8booster.optim.gradient_sums import GradientSum
+from fp8booster.optim.steps import clipping_divisor
 
 NORM_BYTES = 2**29
 """Gradients whose norms are found at once, beside backward."""

@@ -1,0 +1,52 @@
+"""Parts that the steps of all Adams share: hyperparameters, one update for each device, the divisor of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fp8booster.kernels.adamw import AdamRates
+
+
+def rates_of(group: dict[str, Any], decoupled: bool) -> AdamRates:
+    """Return the hyperparameters of a parameter group; `decoupled` where it does not say how weights decay."""
+    decoupled = group.get("decoupled_weight_decay", decoupled)
+    return AdamRates(group["lr"], group["betas"], group["eps"], group["weight_decay"], decoupled)
+
+
+def update_by_device(
+    update: Callable[..., torch.Tensor],
+    group: dict[str, Any],
+    parameters: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    divisor: torch.Tensor | None,
+) -> list[torch.Tensor]:
+    """Call `update`, as `AdamW.update_shards`, for the parameters of each device; return amaxes in their order."""
+    amaxes: dict[int, torch.Tensor] = {}
+    for device in dict.fromkeys(parameter.device for parameter in parameters):
+        places = [place for place, parameter in enumerate(parameters) if parameter.device == device]
+        here, of_here = [parameters[place] for place in places], [gradients[place] for place in places]
+        found = update(group, here, of_here, None if divisor is None else divisor.to(device))
+        amaxes.update(zip(places, found.unbind(), strict=True))
+    return [amaxes[place] for place in range(len(parameters))]
+
+
+def clipping_divisor(norm: torch.Tensor, loss_scale: float, max_norm: float) -> torch.Tensor:
+    """Return the divisor that undoes the loss scale and clips gradients by their norm, as Colossal-AI does on the host.
+
+    Upstream: zero/low_level/low_level_optim.py:710, zero/gemini/gemini_optimizer.py:260,
+    amp/naive_amp/mixed_precision_optimizer.py:127.
+
+    Args:
+        norm: of all gradients, times the loss scale: [], on any device.
+        loss_scale: by which the loss was multiplied.
+        max_norm: the largest norm that is left as it is.
+
+    Returns:
+        [] of the norm's dtype and device. A norm that is NaN clips nothing: gradients keep their NaN where it is.
+    """
+    # on the device: a step need not wait until the host knows the norm
+    over = (norm / loss_scale + 1e-6) / max_norm
+    return loss_scale * torch.where(over > 1, over, 1.0)
