@@ -2,7 +2,7 @@
 
     python -m benchmarks.convergence --model 160m --data packages --seeds 4 --at-once 6 --minutes 8 --runs /tmp/runs
     python -m benchmarks.convergence --model 7b --layers 8 --data corpus.txt --variant bf16 --variant fp8 --out results
-    python -m benchmarks.convergence --model 7b --data corpus.txt --also gradient_format=e4m3 --out results
+    python -m benchmarks.convergence --model 7b --data corpus.txt --also formats.gradient=e4m3 --out results
     python -m benchmarks.convergence --model 160m --variant fp8 --variant fp8-lean --outlier 7:200 --out results
     python -m benchmarks.convergence join seed-0.json seed-1.json --out results
 

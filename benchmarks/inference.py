@@ -87,7 +87,7 @@ WAYS = {
     ),
     "fused": Way(label="fp8booster, tensorwise, fused blocks", prepare=_ours(FP8Config(), fused=True)),
     "calibrated": Way(label="fp8booster, calibrated", prepare=_ours(FP8Config(), calibrated=True)),
-    "rowwise": Way(label="fp8booster, rowwise", prepare=_ours(FP8Config(granularity="rowwise"))),
+    "rowwise": Way(label="fp8booster, rowwise", prepare=_ours(FP8Config(scaling="rowwise"))),
 }
 
 

@@ -18,14 +18,16 @@ import typer
 from benchmarks.harness import command, environment
 from benchmarks.harness.results import Column, Record, Result, Table
 from fp8booster import FP8Config
-from fp8booster.nn.weights.casting import INPUT, WEIGHT, Casts
-from fp8booster.nn.weights.channels import ChannelCasts
+from fp8booster.nn.weights.casting import Casts
+from fp8booster.scaling import INPUT, WEIGHT
+from fp8booster.scaling.smooth_swiglu import ChannelFactors
 
+SMOOTH = "tensorwise, smooth SwiGLU"
 RECIPES = {
     "tensorwise": FP8Config(),
-    "tensorwise, smooth_swiglu": FP8Config(smooth_swiglu=True),
-    "rowwise": FP8Config(granularity="rowwise"),
-    "blockwise": FP8Config(granularity="blockwise"),
+    SMOOTH: FP8Config(scaling="smooth-swiglu"),
+    "rowwise": FP8Config(scaling="rowwise"),
+    "blockwise": FP8Config(scaling="blockwise"),
 }
 FACTORS = (1, 20, 200, 2000)
 PLANTED = 5
@@ -46,11 +48,11 @@ def operands(factor: float, tokens: int, hidden: int, features: int) -> tuple[to
 def record_of(recipe: str, factor: float, tokens: int, hidden: int, features: int, device: torch.device) -> Record:
     """Signal over noise, in dB, of all channels but the large one."""
     config = RECIPES[recipe]
-    casts = ChannelCasts() if config.smooth_swiglu else Casts()
+    casts = Casts(config, ChannelFactors if recipe == SMOOTH else None)
     y, w = (each.to(device) for each in operands(factor, tokens, hidden, features))
     for _ in range(2):  # the first step has no factors
-        weight = casts.quantize(WEIGHT, config, w, config.weight_format, transposed=True)
-        input = casts.quantize(INPUT, config, y, config.input_format, transposed=True)
+        weight = casts.quantize(WEIGHT, w, transposed=True)
+        input = casts.quantize(INPUT, y, transposed=True)
     values = {
         "fprop": (y, input.dequantize(*y.shape)),
         "wgrad": (y, input._replace(data=input.data.new_empty(0)).dequantize(*y.shape)),

@@ -34,6 +34,7 @@ from benchmarks.harness.timing import Variant, time_interleaved
 from fp8booster import FP8Config, convert_to_fp8
 from fp8booster.cli.train.options import TrainOptions
 from fp8booster.cli.train.tokens import TokenFile, prepare_tokens
+from fp8booster.config import Activations
 from fp8booster.formats import E4M3
 from fp8booster.kernels.group_codes import decode_groups, encode_groups
 from fp8booster.nn.fused import fuse
@@ -171,7 +172,7 @@ def fp8(saved: str, recompute: str = "none") -> Callable[[nn.Module], None]:
     """Fused around products in FP8."""
 
     def prepare(model: nn.Module) -> None:
-        convert_to_fp8(model, FP8Config(saved_activations=saved, recompute=recompute))
+        convert_to_fp8(model, FP8Config(activations=Activations(saved=saved, recompute=recompute)))
         fuse(model)
 
     return prepare

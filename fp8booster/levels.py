@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from fp8booster.config import FP8Config
+from fp8booster.config import Activations, FP8Config, WeightCopies
 from fp8booster.optim import AdamW
 
 
@@ -21,13 +21,13 @@ class Level:
     """AdamW, with the arguments of torch's."""
 
 
-_O1 = {"weights_in_16_bits": True}
-_O3 = {"weights_in_16_bits": False, "keep_weight_transposes": False}
+_O1 = {"weight_copies": WeightCopies(high_precision=True)}
+_O3 = {"weight_copies": WeightCopies(high_precision=False, transposes=False)}
 _KINDS: dict[str, tuple[dict[str, Any], type[Optimizer]]] = {
     "O1": (_O1, torch.optim.AdamW),
     "O2": (_O1, AdamW),
     "O3": (_O3, AdamW),
-    "lean": ({**_O3, "saved_activations": "8-bit", "gradient_accumulation": "8-bit"}, AdamW),
+    "lean": ({**_O3, "activations": Activations(saved="8-bit"), "gradient_accumulation": "8-bit"}, AdamW),
 }
 LEVELS = tuple(_KINDS)
 """Each adds to those before it: gradients and messages in FP8, moments in 8 bits, weights in FP8 alone, saved

@@ -79,7 +79,7 @@ def test_a_tensor_of_a_given_dtype_is_none_without(source: str) -> None:
 @pytest.mark.parametrize("granularity", ["tensorwise", "rowwise", "blockwise"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 def test_products_are_the_same(dtype: torch.dtype, granularity: str) -> None:
-    config, generator = FP8Config(granularity=granularity), torch.Generator().manual_seed(0)
+    config, generator = FP8Config(scaling=granularity), torch.Generator().manual_seed(0)
     x, w = (torch.randn(128, 128, generator=generator, dtype=torch.float32).bfloat16() for _ in range(2))
 
     def products() -> list[torch.Tensor]:

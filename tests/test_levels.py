@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fp8booster import FP8Config, level, report
+from fp8booster.config import WeightCopies
 from fp8booster.levels import LEVELS
 from fp8booster.monitor.traffic import count_traffic
 from fp8booster.optim import AdamW
@@ -92,10 +93,10 @@ def test_an_unknown_level_is_told_with_all_of_them() -> None:
 
 
 def test_fields_that_are_given_win() -> None:
-    assert level("O3", weights_in_16_bits=True).config == FP8Config(
-        weights_in_16_bits=True, keep_weight_transposes=False
+    assert level("O3", weight_copies=WeightCopies(high_precision=True)).config == FP8Config(
+        weight_copies=WeightCopies(high_precision=True)
     )
-    assert level("O2", granularity="rowwise").config.gradient_format is FP8Config(granularity="rowwise").gradient_format
+    assert level("O2", scaling="rowwise").config.gradient_format is FP8Config(scaling="rowwise").gradient_format
     with pytest.raises(TypeError, match="rounding"):
         level("O1", rounding="stochastic")
 

@@ -14,9 +14,9 @@ from fp8booster.cli.train.run import run
 
 SETTINGS: dict[str, dict[str, tuple[str, ...]]] = {
     "16 bits": {"plugin_options": ("fp8_communication=false",)},
-    'FP8, gradient_scaling="block"': {"fp8_options": ("gradient_scaling=block",)},
-    'FP8, gradient_scaling="tensor"': {"fp8_options": ("gradient_scaling=tensor",)},
-    'FP8, gradient_scaling="auto"': {"fp8_options": ("gradient_scaling=auto",)},
+    'FP8, gradient_scaling="block"': {"fp8_options": ("messages.block_size=256",)},
+    'FP8, gradient_scaling="tensor"': {"fp8_options": ("messages.block_size=None",)},
+    'FP8, gradient_scaling="auto"': {"fp8_options": ("messages.automatic_scaling=true",)},
 }
 """The first sends weights in 16 bits too; the others send both in FP8."""
 

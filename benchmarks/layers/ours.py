@@ -9,11 +9,12 @@ from benchmarks.layers.layer import Forward, Inputs, Layer
 from fp8booster import FP8Config, FP8Linear, forget_weights
 from fp8booster.nn.linear.delivered_amax import deliver_amax
 from fp8booster.nn.linear.functional import linear_from_quantized
-from fp8booster.nn.weights.casting import quantize_input, quantize_weight
+from fp8booster.nn.weights.casting import Casts
+from fp8booster.scaling import INPUT
 
 CONFIG = FP8Config()
-ROWWISE = FP8Config(granularity="rowwise")
-BLOCKWISE = FP8Config(granularity="blockwise")
+ROWWISE = FP8Config(scaling="rowwise")
+BLOCKWISE = FP8Config(scaling="blockwise")
 
 
 def _layer(weight: nn.Parameter, config: FP8Config = CONFIG) -> FP8Linear:
@@ -54,23 +55,23 @@ def cast_each_step(weight: nn.Parameter) -> Forward:
 
 def amax_delivered(weight: nn.Parameter) -> Forward:
     """The producers of x and of dy deliver their amax."""
-    w = quantize_weight(weight, CONFIG, transposed=True)
+    w = Casts(CONFIG).quantize_weight(weight, transposed=True)
 
     def forward(x: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-        x8 = quantize_input(x, CONFIG, transposed=True, amax=inputs.x_amax)
+        x8 = Casts(CONFIG).quantize(INPUT, x, transposed=True, amax=inputs.x_amax)
         deliver_amax(inputs.dy, inputs.dy_amax)
-        return linear_from_quantized(x, weight, None, x8, w, CONFIG)
+        return linear_from_quantized(x, weight, None, x8, w, Casts(Casts(Casts(CONFIG))))
 
     return forward
 
 
 def compiled(weight: nn.Parameter) -> Forward:
     """Under torch.compile, given the cached FP8 weight: what `cached` computes."""
-    w = quantize_weight(weight, CONFIG, transposed=True)
+    w = Casts(CONFIG).quantize_weight(weight, transposed=True)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        x8 = quantize_input(x, CONFIG, transposed=True)
-        return linear_from_quantized(x, weight, None, x8, w, CONFIG)
+        x8 = Casts(CONFIG).quantize(INPUT, x, transposed=True)
+        return linear_from_quantized(x, weight, None, x8, w, Casts(Casts(Casts(CONFIG))))
 
     compiled_forward = torch.compile(forward, dynamic=False, fullgraph=True)
     return lambda x, inputs: compiled_forward(x)

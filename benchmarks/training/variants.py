@@ -40,7 +40,7 @@ class Variant:
 BF16 = "BF16"
 FUSED = "BF16, fused blocks"
 FP8 = "FP8"
-_IN_8_BITS = ("saved_activations=8-bit",)
+_IN_8_BITS = ("activations.saved=8-bit",)
 
 VARIANTS = {
     variant.key: variant
@@ -48,8 +48,8 @@ VARIANTS = {
         Variant(key="bf16", label=BF16, engine="fp8booster-bf16"),
         Variant(key="bf16-fused", label=FUSED, engine="fp8booster-bf16-fused", base=BF16),
         Variant(key="fp8", label=FP8, base=FUSED),
-        Variant(key="fp8-rowwise", label="FP8, rowwise", base=FP8, fp8_options=("granularity=rowwise",)),
-        Variant(key="fp8-blockwise", label="FP8, blockwise", base=FP8, fp8_options=("granularity=blockwise",)),
+        Variant(key="fp8-rowwise", label="FP8, rowwise", base=FP8, fp8_options=("scaling=rowwise",)),
+        Variant(key="fp8-blockwise", label="FP8, blockwise", base=FP8, fp8_options=("scaling=blockwise",)),
         Variant(key="fp8-amax", label="FP8, amax scaling", base=FP8, fp8_options=("scaling=amax",)),
         Variant(key="fp8-delayed", label="FP8, delayed scaling", base=FP8, fp8_options=("scaling=delayed",)),
         Variant(key="fp8-constant", label="FP8, constant scaling", base=FP8, fp8_options=("scaling=constant",)),

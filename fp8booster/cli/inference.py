@@ -70,7 +70,7 @@ def find_source(folder: Path) -> FoundModel:
         return FoundModel(checkpoint / "model", FP8Config(), None, options.sequence)
     config = fp8_config(options.fp8_options, options.level)
     asked = parse_pairs(options.plugin_options, "--plugin-option").get("fp8_communication")
-    sent_in_fp8 = config.communication if asked is None else asked
+    sent_in_fp8 = config.messages is not None if asked is None else asked
     cast_from_masters = sent_in_fp8 and options.lora is None  # adapters are merged as they computed
     return FoundModel(
         checkpoint / "model", config, checkpoint / "masters" if cast_from_masters else None, options.sequence
@@ -117,8 +117,8 @@ def inference_config(source: FoundModel, options: Sequence[str]) -> FP8Config:
     """
     if options:
         return inference_fp8_config(tuple(options))
-    scaling = "real-time" if source.config.scaling == "delayed" else source.config.scaling
-    return replace(source.config, scaling=scaling, smooth_swiglu=False)
+    scaling = source.config.scaling
+    return replace(source.config, scaling=scaling.without_state if scaling.for_inference is None else scaling)
 
 
 class LoadedModel(NamedTuple):

@@ -32,7 +32,7 @@ _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object inste
 _FP8Options = Annotated[
     list[str] | None,
     typer.Option(
-        help="key=value for FP8Config, as granularity=rowwise or scaling=constant; may be repeated.",
+        help="key=value for FP8Config, as scaling=rowwise or scaling=constant; may be repeated.",
         show_default="as it was trained",
     ),
 ]

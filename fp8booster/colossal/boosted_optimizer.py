@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 
 from fp8booster.nn.held_casts import forget_step
-from fp8booster.nn.weights.steps import optimizer_steps
+from fp8booster.scaling.steps import optimizer_steps
 
 
 class BoostedOptimizer:

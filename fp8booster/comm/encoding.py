@@ -43,8 +43,17 @@ class Encoding:
     power_of_two: bool = False
     """Round scales down to powers of two: exact to apply and undo, at a cost of up to one bit of range."""
 
+    automatic_scaling: bool = False
+    """Scale the gradients that ZeRO reduces by FP8-LM's automatic scaling (`comm.automatic_scaling`), which adds them in
+    FP8; everything else is sent by blocks."""
+
     def __post_init__(self) -> None:
         formats.require_format(self.format)
+        if type(self.automatic_scaling) is not bool or type(self.power_of_two) is not bool:
+            raise ValueError(
+                f"Encoding.automatic_scaling is {self.automatic_scaling!r} and Encoding.power_of_two is "
+                f"{self.power_of_two!r}; use True or False"
+            )
         size = self.block_size
         if size is not None and not (SMALLEST_BLOCK <= size <= LARGEST_BLOCK and size & (size - 1) == 0):
             raise ValueError(

@@ -51,7 +51,7 @@ def why_no_blockwise(device: torch.device) -> str | None:
     """Return why a device has FP8 products, but none of blockwise scales; None where it has them."""
     if device.type == "cpu":
         return None
-    instead = 'use FP8Config(granularity="rowwise"), or emulate=True to have the rounding without the speed'
+    instead = 'use FP8Config(scaling="rowwise"), or emulate=True to have the rounding without the speed'
     if torch.version.cuda is None or torch.cuda.get_device_capability(device)[0] != 9:
         return f"products with blockwise scales need a Hopper GPU; {instead}"
     if not hasattr(torch.nn.functional, "scaled_mm"):

@@ -1,1 +1,1 @@
-"""Watches training while it runs: the bytes it sends, the memory it takes, the errors of FP8 casts."""
+"""What training does while it runs: the bytes it sends, the memory it takes, what FP8 does to its tensors."""

@@ -1,4 +1,4 @@
-"""Counts the memory of tensors at the peak of a training step, where torch makes them."""
+"""Which tensors hold memory at the peak of a training step, counted where torch makes them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_iter
 FORWARD, BACKWARD, UPDATE = PHASES = ("forward", "backward", "update")
 
 ACTIVATIONS, GRADIENTS, TEMPORARY = "activations", "gradients", "temporary values"
-"""Parts by lifetime: left by forward for backward, by backward for the update, and freed within a phase."""
+"""Parts by lifetime: what forward leaves for backward, backward for the update, and what a phase frees itself."""
 
 
 class _Block:
@@ -26,10 +26,10 @@ class _Block:
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Counts the bytes of all tensors that operators make while it is entered, and their parts at each phase's peak.
+    """Counts the bytes of all tensors that operators make while it is entered, and what they are at each phase's peak.
 
-    Tensors without values (`FakeTensorMode`, entered before this) count as if they had them. Operators that autograd
-    runs are backward, whoever called it.
+    Tensors without values (`FakeTensorMode`, entered before this) count as what they would take. What autograd runs is
+    backward, whoever called it.
     """
 
     def __init__(self) -> None:
@@ -42,19 +42,19 @@ class MemoryTracker(TorchDispatchMode):
         self._within_one = 0
 
     def begin_step(self) -> None:
-        """Begin forward, and measure peaks anew; tensors of before have names (`name`, `name_rest`)."""
+        """Forward begins; all that there is now has a name or is told one by `name_rest`. Peaks are measured anew."""
         self._phase = self._last = FORWARD
         self._peaks = {}
         self._look(FORWARD)
 
     def begin_update(self) -> None:
-        """Begin the optimizer's step."""
+        """The optimizer's step begins."""
         self._name_made_in(BACKWARD, GRADIENTS)
         self._phase = self._last = UPDATE
         self._look(UPDATE)
 
     def peaks(self) -> dict[str, Counter[str]]:
-        """Return, by phase of the last step, the bytes of each part when most memory was held."""
+        """By phase of the last step, the bytes of each part when most memory was held."""
         peaks = {phase: Counter[str]() for phase in PHASES}
         for phase, (_, blocks) in self._peaks.items():
             for block in blocks:
@@ -62,21 +62,21 @@ class MemoryTracker(TorchDispatchMode):
         return peaks
 
     def name(self, part: str, tensors: Iterable[torch.Tensor]) -> None:
-        """Name the part of memory that tensors are; the first name given stays."""
+        """Say which part of memory tensors are; the first name given stays."""
         for tensor in tensors:
             block = self._blocks.get(tensor.untyped_storage()._cdata)
             if block is not None and not block.named:
                 block.part, block.named = part, True
 
     def name_rest(self, part: str) -> None:
-        """Name all tensors that have no name yet."""
+        """Say what all tensors are that are there and were given no name."""
         for block in self._blocks.values():
             if not block.named:
                 block.part, block.named = part, True
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Count as backward what autograd does not run, as reductions that follow."""
+        """What runs inside is backward also where autograd does not run it, as reductions that follow."""
         phase, self._phase = self._phase, BACKWARD
         try:
             yield
@@ -85,7 +85,7 @@ class MemoryTracker(TorchDispatchMode):
 
     @contextmanager
     def as_one(self) -> Iterator[None]:
-        """Look only at the memory that is left in the end, as if one kernel did what runs inside."""
+        """Look only at what is left in the end of what runs inside, as if one kernel did it."""
         self._within_one += 1
         try:
             yield
@@ -95,7 +95,7 @@ class MemoryTracker(TorchDispatchMode):
                 self._look(self._last)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Note a storage that was resized, but by no operator."""
+        """Hear of a storage that another way than an operator has resized."""
         block = self._blocks.get(storage._cdata)
         if block is not None and block.bytes != storage.nbytes():
             now = self._blocks[storage._cdata] = _Block(storage.nbytes(), self._last)  # peaks keep the former

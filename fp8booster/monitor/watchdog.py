@@ -16,7 +16,7 @@ _MOST = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Watchdog:
-    """Thresholds of warnings, and what happens to a step whose gradients are not finite.
+    """What is warned of, and what happens to a step whose gradients are not finite.
 
     Raises:
         ValueError: a field has a value that is not allowed.
@@ -60,7 +60,7 @@ class Warnings:
         self._given: set[tuple[str, str, str]] = set()
 
     def of(self, rows: Iterable[ScaleRow]) -> list[str]:
-        """Return sentences about the tensors of a sampled step."""
+        """Sentences about the tensors of a sampled step."""
         found = []
         for row in rows:
             for kind, sentence in self._of_tensor(row):
@@ -94,23 +94,23 @@ class Warnings:
 
 
 def _wider(row: ScaleRow) -> str:
-    """Return a remedy that gives small values of a tensor more room."""
-    apart = 'give each row its scale (FP8Config(granularity="rowwise")), or leave this layer in 16 bits (layers=...)'
+    """What gives small values of a tensor more room."""
+    apart = 'give each row its scale (FP8Config(scaling="rowwise")), or leave this layer in 16 bits (layers=...)'
     if row.role == "output gradient" and row.format == "e4m3":
-        return f"take gradient_format=torch.float8_e5m2, {apart}"
+        return f"take formats=Formats(gradient=torch.float8_e5m2), {apart}"
     if row.role in MOMENTS:
         return "take torch.optim.AdamW, whose moments are in FP32"
     if row.role == SAVED:
-        return 'save in 16 bits (FP8Config(saved_activations="16-bit"))'
+        return 'save in 16 bits (FP8Config(activations=Activations(saved="16-bit")))'
     if row.role == SUM:
         return 'add up in 16 bits (FP8Config(gradient_accumulation="16-bit"))'
     if row.role == "message":
-        return 'scale by blocks (FP8Config(gradient_scaling="block"))'
+        return "scale by blocks (FP8Config(messages=Encoding()))"
     return apart
 
 
 def remedy_of_nonfinite(role: str) -> str:
-    """Return a remedy for a tensor that is not finite. A cast makes none of what was finite."""
+    """What to do about a tensor that is not finite. A cast makes none of what was finite."""
     if role == "weight":
         return "the weight itself is broken, and stays so: resume from a checkpoint of before, with a lower lr"
     if role == "input":

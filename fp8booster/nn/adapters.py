@@ -2,7 +2,7 @@
 
 peft adds an adapter's product to the base weight through `.data`, which torch does not count as a change, and so it
 takes out the part that some adapters begin as. It reads the adapter's weights itself, which may have no values in 16
-bits between two steps (`FP8Config.weights_in_16_bits`). A weight of `FrozenLayer` is decoded at each look, so that what
+bits between two steps (`WeightCopies.high_precision`). A weight of `FrozenLayer` is decoded at each look, so that what
 is added to it would be lost.
 """
 

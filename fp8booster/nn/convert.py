@@ -114,7 +114,7 @@ def convert_to_fp8(
         by_role = {layer: reason for layer, reason in by_role.items() if layer not in heads}
     if not config.always:
         by_role |= dict.fromkeys(low_rank_adapters(model), WITH_THE_FROZEN)
-    at_the_ends = _at_the_ends(model, config.first_last_layers_in_16_bits)
+    at_the_ends = _at_the_ends(model, config.high_precision_ends)
     by_role |= at_the_ends
     for name, module in linears:
         if isinstance(module, FrozenLayer):
@@ -145,13 +145,13 @@ def _at_the_ends(model: nn.Module, count: int) -> dict[int, str]:
     lists = list(_lists_of_layers(model))
     if not lists:
         raise ValueError(
-            f"FP8Config.first_last_layers_in_16_bits is {count}, and the model holds no nn.ModuleList of layers; "
+            f"FP8Config.high_precision_ends is {count}, and the model holds no nn.ModuleList of layers; "
             "choose layers with FP8Config(layers=...)"
         )
     reason = f"one of the first or last {count} decoder layers" if count > 1 else "the first or last decoder layer"
     # a pipeline stage has the layers of other stages as shells, so all are counted
     return {
-        id(module): f"{reason}, by FP8Config.first_last_layers_in_16_bits"
+        id(module): f"{reason}, by FP8Config.high_precision_ends"
         for layers in lists
         for layer in [*layers[:count], *layers[-count:]]
         for module in layer.modules()

@@ -35,13 +35,6 @@ class HeldCasts(NamedTuple):
         held = getattr(self.holder, "fp8_casts", None)
         return held if self.part is None or held is None else held.get(self.part)
 
-    def put(self, casts: Casts) -> None:
-        """Hold these."""
-        if self.part is None:
-            self.holder.fp8_casts = casts
-        else:
-            self.holder.fp8_casts[self.part] = casts
-
 
 def held_casts(model: nn.Module) -> Iterator[HeldCasts]:
     """All that FP8 layers of a model hold."""
@@ -62,7 +55,7 @@ def held_casts(model: nn.Module) -> Iterator[HeldCasts]:
 
 def remembered_amaxes(model: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
     """What scaling remembers of this rank's layers, by name and role: ask between two steps."""
-    found = {held.name: casts.remembered for held in held_casts(model) if (casts := held.get()) is not None}
+    found = {held.name: casts.saved for held in held_casts(model) if (casts := held.get()) is not None}
     return {name: amaxes for name, amaxes in found.items() if amaxes}
 
 
@@ -71,7 +64,7 @@ def remember_amaxes(model: nn.Module, remembered: Mapping[str, Mapping[str, torc
     for held in held_casts(model):
         casts = held.get()
         if casts is not None and held.name in remembered:
-            casts.remember(remembered[held.name])
+            casts.load(remembered[held.name])
 
 
 def forget_step(model: nn.Module) -> None:

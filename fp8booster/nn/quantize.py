@@ -17,6 +17,7 @@ from fp8booster.nn.experts.held_as_one import are_experts
 from fp8booster.nn.linear.frozen import FrozenFP8Linear, FrozenLayer
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import held_by_several
+from fp8booster.scaling import INPUT
 
 Batch = torch.Tensor | tuple | list | Mapping[str, Any]
 
@@ -30,7 +31,7 @@ def quantize(model: nn.Module, config: FP8Config | None = None, *, batches: Iter
 
     Args:
         model: any module, of transformers or not, of one process.
-        config: which layers, their formats, and by what scales: `granularity`; `scaling="amax"` and "constant" are
+        config: which layers, their formats and scales; `scaling="amax"` and "constant" are
             FP8-AMAX and FP8-CSCALE of Perez et al. (arXiv 2309.17224) for inference. None is `FP8Config()`.
         batches: what the model is run on, without gradients, to calibrate: from then on inputs of each layer are scaled
             by the largest amax that it met, and what is larger saturates. Each is a mapping of the model's named
@@ -53,25 +54,20 @@ def quantize(model: nn.Module, config: FP8Config | None = None, *, batches: Iter
 
 
 def _check(config: FP8Config, calibrates: bool) -> None:
-    if config.scaling == "delayed":
+    if config.scaling.for_inference is None:
         raise ValueError(
-            'FP8Config.scaling is "delayed", by the amaxes of training steps, of which inference has none; use '
-            '"real-time", or give batches to calibrate with'
-        )
-    if config.smooth_swiglu:
-        raise ValueError(
-            "FP8Config.smooth_swiglu finds its factors in training; leave it out to quantize, or use finer scales with "
-            'granularity="rowwise"'
+            f'FP8Config.scaling is "{config.scaling.name}", which learns from training steps, of which inference has '
+            'none; use "tensorwise", with batches to calibrate with, or "rowwise"'
         )
     if not calibrates:
         return
     if config.finer_scales:
         raise ValueError(
             f"inputs with {config.finer_scales} have no one amax to calibrate; leave out batches, or use "
-            'granularity="tensorwise"'
+            'scaling="tensorwise"'
         )
-    if config.scaling == "constant":
-        raise ValueError('FP8Config.scaling is "constant", which needs no calibration; leave out batches')
+    if config.scaling.fixed_amax(INPUT, config.input_format) is not None:
+        raise ValueError(f'FP8Config.scaling is "{config.scaling.name}", which needs no calibration; leave out batches')
 
 
 def _kinds() -> Kinds:

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -31,11 +31,11 @@ from fp8booster.nn.convert import linear_layers
 from fp8booster.nn.experts.held_as_one import FP8Experts
 from fp8booster.nn.fused import pointwise
 from fp8booster.nn.graphs.layer import captured_layers, look_inside
-from fp8booster.nn.held_casts import HeldCasts, forget_step, held_casts, plain_name
+from fp8booster.nn.held_casts import forget_step, held_casts, plain_name
 from fp8booster.nn.linear.layer import FP8Layer
-from fp8booster.nn.weights.casting import INPUT, WEIGHT, Casts
 from fp8booster.optim import adamw, gradient_sums
 from fp8booster.optim.one_pass import COUNTS_STEPS
+from fp8booster.scaling import INPUT, WEIGHT, Scaling
 from fp8booster.tensor import QuantizedMatrix
 from fp8booster.version import __version__
 
@@ -46,37 +46,23 @@ class NonFiniteStep(ValueError):
     """A step's loss or gradients are NaN or infinite; the sentence names the first tensor that is."""
 
 
-class _Recorded(Casts):
-    """Casts by others, and tells a recorder of each.
+class _Operands:
+    """Tells a recorder of the casts of one layer, or of layers that run as one; a pair of observers of `Casts`.
 
     Args:
-        casts: in whose place it is.
         name: of the layer, or of those that run as one.
         weights: names of layers whose weights are stacked, with the rows of each; empty for one weight.
     """
 
-    sees_weights = True
+    def __init__(self, recorder: Recorder, name: str, weights: Sequence[tuple[str, int]] = ()) -> None:
+        self._recorder, self._name, self._weights = recorder, name, weights
 
-    def __init__(self, casts: Casts, recorder: Recorder, name: str, weights: Sequence[tuple[str, int]] = ()) -> None:
-        self.casts, self._recorder, self._name, self._weights = casts, recorder, name, weights
-        self.by_channel = casts.by_channel
-
-    def quantize(
-        self,
-        role: str,
-        config: FP8Config,
-        tensor: torch.Tensor,
-        dtype: torch.dtype,
-        *,
-        plain: bool = True,
-        transposed: bool = False,
-        amax: torch.Tensor | None = None,
-    ) -> QuantizedMatrix:
-        made = self.casts.quantize(role, config, tensor, dtype, plain=plain, transposed=transposed, amax=amax)
+    def note(self, role: str, tensor: torch.Tensor, made: QuantizedMatrix) -> None:
+        """Take an operand and what was made of it, as `Casts.observers` are called."""
         if torch.compiler.is_compiling() or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return made
+            return
         if role in (INPUT, WEIGHT) and _is_in_backward():
-            return made
+            return
         if role != WEIGHT:
             self._recorder.note(self._name, role, tensor, made, remember=True)
         elif not self._weights or not made.data.numel():
@@ -90,34 +76,13 @@ class _Recorded(Casts):
                 part = slice(first, first + rows)
                 self._recorder.sample(name, role, tensor.detach()[part], made.data[part], scale)
                 first += rows
-        return made
 
-    def scales_inputs_by_their_amax(self, config: FP8Config) -> bool:
-        """As `Casts.scales_inputs_by_their_amax`."""
-        return self.casts.scales_inputs_by_their_amax(config)
-
-    def note_weight(self, values: torch.Tensor, data: torch.Tensor, inverse_scale: torch.Tensor) -> None:
-        """As `Casts.note_weight`."""
+    def note_shard(self, values: torch.Tensor, data: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+        """Take a part of a weight that an engine has cast, as `Casts.weight_observers` are called."""
         if self._recorder.is_sampling and values.numel():
             device = data.device  # of an engine that offloads, which waits for copies anyway
             values, inverse_scale = values.to(device), inverse_scale.to(device)
             self._recorder.sample(self._name, WEIGHT, values.view(1, -1), data.view(1, -1), inverse_scale)
-
-    @property
-    def remembered(self) -> dict[str, torch.Tensor]:
-        """As `Casts.remembered`."""
-        return self.casts.remembered
-
-    def remember(self, amaxes: Mapping[str, torch.Tensor]) -> None:
-        """As `Casts.remember`."""
-        self.casts.remember(amaxes)
-
-    def forget_step(self) -> None:
-        """As `Casts.forget_step`."""
-        self.casts.forget_step()
-
-    def __reduce__(self) -> tuple:
-        return self.casts.__reduce__()
 
 
 class Recording:
@@ -125,9 +90,11 @@ class Recording:
 
     def __init__(self, model: nn.Module, recorder: Recorder, rules: Watchdog, warn: Callable[[str], object]) -> None:
         self._model, self._recorder, self._rules, self._warn = model, recorder, rules, warn
-        self._replaced = list(_replace(model, recorder))
+        operands = [(held.get(), _Operands(recorder, held.name, held.weights)) for held in held_casts(model)]
         self._names = {id(each): _parameter_name(name) for name, each in model.named_parameters()}
         self._observed: list[tuple[list[Any], Any]] = [
+            *((casts.observers, each.note) for casts, each in operands if casts is not None),
+            *((casts.weight_observers, each.note_shard) for casts, each in operands if casts is not None),
             (encoding.observers, recorder.note_message),
             (pointwise.observers, self._note_saved),
             (adamw.observers, partial(self._note_codes, recorder.note_moments)),
@@ -214,8 +181,6 @@ class Recording:
         for observers, observer in self._observed:
             observers.remove(observer)
         self._release()
-        for put_back in self._replaced:
-            put_back()
         self._recorder.close(patience)
 
     def __enter__(self) -> Recording:
@@ -371,35 +336,19 @@ def _parameter_name(name: str) -> str:
 
 
 def _plain(config: FP8Config) -> dict[str, Any]:
-    """A configuration as JSON holds it."""
-    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    return {
-        name: value if isinstance(value, bool | int | float | str | None) else _word(value)
-        for name, value in values.items()
-    }
+    """Return a configuration as JSON holds it; the scaling strategy is its name."""
 
+    def plain(value: Any) -> Any:
+        if isinstance(value, Scaling):
+            return value.name
+        if dataclasses.is_dataclass(value):
+            return {each.name: plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
+        if isinstance(value, bool | int | float | str | None):
+            return value
+        return getattr(value, "__name__", str(value).removeprefix("torch."))
 
-def _word(value: Any) -> str:
-    return getattr(value, "__name__", str(value).removeprefix("torch."))
-
-
-def _replace(model: nn.Module, recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Put recorded casts in the place of those that layers hold; gives what puts each back."""
-    for held in list(held_casts(model)):
-        if (casts := held.get()) is not None:
-            recorded = _Recorded(casts, recorder, held.name, held.weights)
-            held.put(recorded)
-            yield partial(_put_back, held, recorded)
-
-
-def _put_back(held: HeldCasts, recorded: _Recorded) -> None:
-    casts = held.get()
-    if casts is recorded:
-        held.put(recorded.casts)
-    while isinstance(casts, _Recorded):  # of a recording that began later
-        if casts.casts is recorded:
-            casts.casts = recorded.casts
-        casts = casts.casts
+    resolved = dataclasses.replace(config.formats, gradient=config.gradient_format)
+    return plain(dataclasses.replace(config, formats=resolved))
 
 
 @torch.no_grad()

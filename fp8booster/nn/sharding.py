@@ -250,5 +250,5 @@ class ShardedCast:
         for layer, shard, out, count, inverse_scale in zip(
             self.layers, shards, outs, counts, inverse_scales, strict=True
         ):
-            if layer.fp8_casts.sees_weights and count:
+            if count:
                 layer.fp8_casts.note_weight(shard[:count], out[:count], inverse_scale)

@@ -13,11 +13,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fp8booster.argument_types import require_types
-from fp8booster.config import GRADIENT_ACCUMULATIONS
 from fp8booster.kernels.adamw import require_rates
 from fp8booster.kernels.adamw_8bit import AMAX, master_of, split, step_rows, update_8bit
 from fp8booster.kernels.code_statistics import MomentSample
-from fp8booster.optim.gradient_sums import GradientSum, added, value_of
+from fp8booster.optim.gradient_sums import GRADIENT_ACCUMULATIONS, GradientSum, added, value_of
 from fp8booster.optim.states_8bit import LOW, State, States, as_tensor
 from fp8booster.optim.steps import rates_of, update_by_device
 

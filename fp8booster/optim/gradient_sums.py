@@ -11,6 +11,9 @@ from torch import Tensor
 from fp8booster.kernels.code_statistics import SumSample
 from fp8booster.kernels.group_codes import GroupCodes, add_to_sums, read_sums, zero_sums
 
+GRADIENT_ACCUMULATIONS = ("32-bit", "16-bit", "8-bit")
+"""Kinds of sums, as `added` describes them."""
+
 GradientSum = Tensor | GroupCodes
 """The sum of one tensor's gradients so far."""
 

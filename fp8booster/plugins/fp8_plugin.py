@@ -6,6 +6,7 @@ import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -22,6 +23,7 @@ from torch.utils.data import DataLoader
 from fp8booster.argument_types import wrong_type
 from fp8booster.colossal.temporarily import temporarily
 from fp8booster.colossal.zero.lone_save import saved_by_every_rank
+from fp8booster.comm import Encoding
 from fp8booster.config import FP8Config, config_or_default
 from fp8booster.kernels.device import require_fp8
 from fp8booster.listing import first_of
@@ -46,8 +48,8 @@ class Engine:
     A sentence is the reason why an option has no effect, and what to do; None: it has its effect.
     """
 
-    weights_in_16_bits: str | None
-    gradient_scaling: str | None = None
+    high_precision_weights: str | None
+    automatic_scaling: str | None = None
     gradient_accumulation: str | None = (
         "this plugin's gradients add up as they are; use LowLevelZeroPlugin, or leave the option out"
     )
@@ -72,7 +74,7 @@ class FP8Plugin(Plugin):
         use_fp8: run fprop, dgrad and wgrad of the linear layers that `fp8_config` names in FP8, with precision "bf16"
             or "fp16" where the plugin has one.
         fp8_communication: send in FP8 what the plugin says; None does so with `use_fp8`, unless
-            `fp8_config.communication` is off. Without `use_fp8` it is Colossal-AI's own.
+            `fp8_config.messages` is None. Without `use_fp8` it is Colossal-AI's own.
         fp8_config: which layers, which formats; None is `FP8Config()`.
 
     Raises:
@@ -110,7 +112,7 @@ class FP8Plugin(Plugin):
                 "FP8 needs a 16-bit type"
             )
         if communication is None:
-            communication = use_fp8 and self.fp8_config.communication
+            communication = use_fp8 and self.fp8_config.messages is not None
         self.sends_fp8 = bool(use_fp8 and communication)
         if self.sends_fp8:
             arguments = {**self.fp8_defaults, **arguments}
@@ -140,19 +142,25 @@ class FP8Plugin(Plugin):
         config, engine, plain = self.fp8_config, self.engine, None
         if not self.sends_fp8:
             plain = "gradients are sent uncompressed without fp8_communication; turn it on, or leave the option out"
+        accumulation = config.gradient_accumulation
+        automatic = config.messages is not None and config.messages.automatic_scaling
         options = (
-            ("weights_in_16_bits", config.weights_in_16_bits is False, engine.weights_in_16_bits),
-            ("gradient_scaling", config.gradient_scaling != "block", plain or engine.gradient_scaling),
-            ("cuda_graphs", config.cuda_graphs, engine.cuda_graphs),
-            ("gradient_accumulation", config.gradient_accumulation != "32-bit", engine.gradient_accumulation),
+            ("weight_copies.high_precision", False, engine.high_precision_weights),
+            ("messages", config.messages, plain if config.messages not in (None, Encoding()) else None),
+            ("messages.automatic_scaling", True, None if plain or not automatic else engine.automatic_scaling),
+            ("cuda_graphs", True, engine.cuda_graphs),
+            ("gradient_accumulation", accumulation, None if accumulation == "32-bit" else engine.gradient_accumulation),
         )
-        sentences = []
-        for name, is_asked_for, reason in options:
-            if is_asked_for and reason is not None:
-                value = getattr(config, name)
-                value = f'"{value}"' if isinstance(value, str) else value
-                sentences.append(f"fp8_config.{name}={value} has no effect: {reason}")
-        return sentences
+        return [
+            f"fp8_config.{name}={value!r} has no effect: {reason}"
+            for name, value, reason in options
+            if reason is not None and attrgetter(name)(config) == value
+        ]
+
+    @property
+    def encoding(self) -> Encoding:
+        """Return how gradients and activations are sent in FP8."""
+        return self.fp8_config.messages or Encoding()
 
     def __del__(self) -> None:
         """Destroy the process groups, where Colossal-AI's plugin does; one whose arguments were refused has none."""
@@ -318,8 +326,8 @@ def zero_engine(
             "Colossal-AI adds gradients up without fp8_communication; turn it on, or leave the option out"
         )
     elif plugin.fp8_config.finer_scales is not None:
-        granularity = f'granularity="{plugin.fp8_config.granularity}"'
+        granularity = f'scaling="{plugin.fp8_config.scaling.name}"'
         weights = f'weights are gathered in 16 bits with {granularity}; use "tensorwise", or leave the option out'
     elif lacking is not None:
         weights = f"no weight is gathered in FP8 but with {lacking}; give that, or leave the option out"
-    return Engine(weights_in_16_bits=weights, gradient_accumulation=gradient_accumulation, **limits)
+    return Engine(high_precision_weights=weights, gradient_accumulation=gradient_accumulation, **limits)

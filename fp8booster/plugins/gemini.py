@@ -55,8 +55,8 @@ class GeminiPlugin(FP8Plugin, plugin.GeminiPlugin):
         plain = "without fp8_communication chunks hold weights in 16 bits; turn it on, and they hold FP8 alone"
         by_block = "Gemini's gradients are scaled by block"
         return Engine(
-            weights_in_16_bits=alone if self.sends_fp8 else plain,
-            gradient_scaling=by_block if self.fp8_config.gradient_scaling == "auto" else None,
+            high_precision_weights=alone if self.sends_fp8 else plain,
+            automatic_scaling=by_block,
             cuda_graphs="Gemini moves weights from chunk to chunk; use LowLevelZeroPlugin, or leave the option out",
             in_buffers=True,
         )

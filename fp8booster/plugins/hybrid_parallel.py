@@ -73,7 +73,7 @@ class HybridParallelPlugin(FP8Plugin, plugin.HybridParallelPlugin):
             self,
             {"zero_stage=1 or 2": with_zero},
             gradient_accumulation=accumulation,
-            gradient_scaling=None if with_zero else "without ZeRO, gradients are scaled by block",
+            automatic_scaling=None if with_zero else "without ZeRO, gradients are scaled by block",
             cuda_graphs=graphs,
             in_buffers=with_zero,
         )

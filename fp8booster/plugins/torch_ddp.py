@@ -30,9 +30,9 @@ class TorchDDPPlugin(FP8Plugin, plugin.TorchDDPPlugin):
 
     def find_engine(self, arguments: Mapping[str, Any]) -> Engine:
         return Engine(
-            weights_in_16_bits="DDP sends no weights, and trains those of the model; use LowLevelZeroPlugin, or leave "
+            high_precision_weights="DDP sends no weights, and trains those of the model; use LowLevelZeroPlugin, or leave "
             "it out",
-            gradient_scaling="DDP's gradients are scaled by block",
+            automatic_scaling="DDP's gradients are scaled by block",
             sparse_gradients=not self.sends_fp8,  # FP8's hook has none, and PyTorch's reduction does
         )
 

@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
-from fp8booster.comm import Encoding
 from fp8booster.nn.fsdp.handle import compress_flat_fsdp, why_not_gathered
 from fp8booster.nn.linear.frozen import FrozenLayer
 from fp8booster.plugins.fp8_plugin import Engine, FP8Plugin
@@ -38,8 +37,8 @@ class TorchFSDPPlugin(FP8Plugin, plugin.TorchFSDPPlugin):
     def find_engine(self, arguments: Mapping[str, Any]) -> Engine:
         by_block = "FSDP's gradients are scaled by block"
         return Engine(
-            weights_in_16_bits="FSDP frees by itself what it gathers; leave the option out",
-            gradient_scaling=by_block if self.fp8_config.gradient_scaling == "auto" else None,
+            high_precision_weights="FSDP frees by itself what it gathers; leave the option out",
+            automatic_scaling=by_block,
             cuda_graphs="FSDP gathers weights elsewhere at each step; use LowLevelZeroPlugin, or leave the option out",
         )
 
@@ -65,7 +64,7 @@ class TorchFSDPPlugin(FP8Plugin, plugin.TorchFSDPPlugin):
 
     def extend(self, model: ModelWrapper, optimizer: OptimizerWrapper | None) -> str:
         """Gather the weights of FP8 layers, and reduce gradients, in FP8."""
-        encoding = Encoding(block_size=None) if self.fp8_config.gradient_scaling == "tensor" else Encoding()
+        encoding = self.encoding
         compress_flat_fsdp(model, gather=self.sends_fp8, reduce=self.sends_fp8, encoding=encoding)
         frozen = any(isinstance(module, FrozenLayer) for module in model.modules())
         whole = "; frozen weights are whole on each rank" if frozen else ""

@@ -18,7 +18,8 @@ import torch
 from fp8booster.config import FP8Config
 from fp8booster.formats import E4M3, FORMATS, stored_fault
 from fp8booster.kernels.alignment import BLOCK
-from fp8booster.tensor import quantize, stored_scale
+from fp8booster.scaling import WEIGHT, RealTime
+from fp8booster.tensor import stored_scale
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class CheckpointFormat:
     def power_of_two(self, config: FP8Config) -> bool:
         """Tell whether scales are powers of two: as in training where that has these scales, else by default."""
         same = config.granularity == self.granularity
-        return (config if same else FP8Config(granularity=self.granularity)).power_of_two
+        return (config.scaling if same else RealTime(self.granularity)).power_of_two
 
     def cast(
         self, weight: torch.Tensor, *, power_of_two: bool, amax: torch.Tensor | None = None
@@ -88,8 +89,7 @@ class CheckpointFormat:
             the values, and float32 scales: [] tensorwise, [N, 1] rowwise, [ceil(N / 128), ceil(K / 128)] blockwise.
         """
         rows, columns = weight.shape
-        scale_for = FP8Config(granularity=self.granularity).weight_scale_for
-        made = quantize(weight, E4M3, scale_for=scale_for, power_of_two=power_of_two, amax=amax)
+        made = RealTime(self.granularity, power_of_two).cast(WEIGHT, weight, E4M3, amax=amax)
         # products read matrices padded to multiples of 16 or 128, and engines pad by themselves
         return made.data[:rows, :columns].contiguous(), stored_scale(made.inverse_scale, rows, columns)
 

@@ -22,6 +22,7 @@ from fp8booster.nn.linear.frozen import SCALE, FrozenFP8Linear
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import held_by_several
 from fp8booster.nn.sharing import share_inputs
+from fp8booster.scaling import RealTime
 from fp8booster.serving.formats import granularity_of
 from fp8booster.serving.layout import StoredNames, names_of_each, skeleton
 from fp8booster.serving.stored import StoredModel, as_loaded, is_in_fp8
@@ -252,5 +253,4 @@ def _with_granularity(config: FP8Config, granularity: str) -> FP8Config:
     """Return the configuration with other scales, and the defaults that go with them."""
     if config.granularity == granularity:
         return config
-    defaults: dict[str, Any] = {"gradient_format": None, "power_of_two": None}
-    return replace(config, granularity=granularity, **defaults)
+    return replace(config, scaling=RealTime(granularity))

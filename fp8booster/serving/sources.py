@@ -128,7 +128,7 @@ class Live(Source):
         frozen = {name for name, layer in layers.items() if isinstance(layer, FrozenLayer)}
         if any(layer.fp8_weight.lacks_values for name, layer in layers.items() if name not in frozen):
             raise ValueError(
-                "the model's weights have no values in 16 bits (FP8Config.weights_in_16_bits); save it with "
+                "the model's weights have no values in 16 bits (WeightCopies.high_precision); save it with "
                 "booster.save_model, and export that folder"
             )
         self._layers = {f"{name}.weight": layer for name, layer in layers.items()}
@@ -169,7 +169,7 @@ class Live(Source):
             _require_granularity(name, config.granularity, chosen)
         elif (config.granularity, config.power_of_two) != (chosen.granularity, power_of_two):
             return None
-        quantized = layer.fp8_weight.forward([layer.held_weight], config, transpose=False)
+        quantized = layer.fp8_weight.forward([layer.held_weight], layer.fp8_casts, transpose=False)
         rows, columns = layer.held_weight.shape
         return quantized.data[:rows, :columns], stored_scale(quantized.inverse_scale, rows, columns)
 

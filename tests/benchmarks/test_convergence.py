@@ -137,11 +137,11 @@ def test_variants_differ_in_options_and_optimizer() -> None:
     assert (lean.seed, lean.optimizer, lean.fp8_options) == (
         5,
         "adamw-8bit",
-        ("always=true", "saved_activations=8-bit"),
+        ("always=true", "activations.saved=8-bit"),
     )
     assert VARIANTS["bf16"].job(base, seed=0) == base
-    also = chosen(["fp8"], ["gradient_format=e4m3"])
-    assert [variant.label for variant in also] == ["FP8", "FP8, gradient_format=e4m3"]
+    also = chosen(["fp8"], ["formats.gradient=e4m3"])
+    assert [variant.label for variant in also] == ["FP8", "FP8, formats.gradient=e4m3"]
     assert also[1].base == "FP8"
     assert len(chosen([], [])) == len(VARIANTS)
 
@@ -451,13 +451,13 @@ def test_the_whole_command(text, tmp_path) -> None:
     command += ["--model", "micro", "--sequence", "32", "--data", str(text), "--lr", "1e-2"]
     command += ["--variant", "bf16", "--steps", "12", "--seeds", "2", "--first-seed", "3"]
     command += ["--fp8-option", "emulate=true"]
-    command += ["--also", "gradient_format=e4m3", "--out", str(tmp_path), "--json", str(tmp_path / "a.json")]
+    command += ["--also", "formats.gradient=e4m3", "--out", str(tmp_path), "--json", str(tmp_path / "a.json")]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": str(text.parent / "cache")}
     done = run_program(*command, environment=environment)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "a.json").read_text())
     assert found["left_out"] == {}
-    also = "FP8, gradient_format=e4m3"
+    also = "FP8, formats.gradient=e4m3"
     *by_seed, over_all = found["tables"]["ends"]
     assert [record["seed"] for record in by_seed] == ["3", "4"]
     for record in by_seed:

@@ -77,7 +77,7 @@ def test_a_model_in_each_precision_and_calibrated(folder, data):
         assert each["parameter_bytes"] < bf16["parameter_bytes"]
     assert fp8["kl"] != calibrated["kl"]
     finer = evaluated(
-        folder, *data, "--sequence", 32, "--tokens", 640, "--precision", "fp8", "--fp8-option", "granularity=rowwise"
+        folder, *data, "--sequence", 32, "--tokens", 640, "--precision", "fp8", "--fp8-option", "scaling=rowwise"
     )
     (column,) = finer["columns"]
     assert column["loss"] != fp8["loss"]
@@ -167,7 +167,7 @@ def test_what_cannot_be_evaluated_is_refused_in_a_sentence(folder, data, tmp_pat
         ((folder, "--data", tmp_path / "not-looked-for", "--precision", "fp4"), "use one of bf16, fp8"),
         ((folder, *data, "--calibrated", 10**6), "smaller --sequence or --calibrated"),
         ((folder, *data, "--sequence", 10**6), "give a shorter one"),
-        ((folder, *data, "--fp8-option", "granularity=rowwise", "--calibrated", 1), "no one amax to calibrate"),
+        ((folder, *data, "--fp8-option", "scaling=rowwise", "--calibrated", 1), "no one amax to calibrate"),
         (
             (tmp_path / "fine-grained", *data, "--precision", "fp8", "--calibrated", 1),
             f"{tmp_path / 'fine-grained'} has blockwise scales, and --calibrated scales each input by one amax",

@@ -68,7 +68,7 @@ def test_what_is_not_sent_in_fp8_is_not_cast_from_masters(run, tmp_path):
     shutil.copytree(run / "fp8" / "checkpoints" / checkpoint.name, checkpoint)
     assert find_source(checkpoint).masters == checkpoint / "masters"
     state = json.loads((checkpoint / "state.json").read_text())
-    for name, pair in (("plugin_options", "fp8_communication=False"), ("fp8_options", "communication=False")):
+    for name, pair in (("plugin_options", "fp8_communication=False"), ("fp8_options", "messages=None")):
         changed = {**state, "options": {**state["options"], name: [pair]}}
         (checkpoint / "state.json").write_text(json.dumps(changed))
         (checkpoint / "files.json").unlink(missing_ok=True)

@@ -10,13 +10,7 @@ import pytest
 from fp8booster.monitor.scales import ScaleRow
 from fp8booster.monitor.sinks import JsonLines, TensorBoard, read_scales, sinks_of
 
-HEADER = {
-    "fp8booster": "1.0",
-    "kind": "scales",
-    "every": 5,
-    "config": {"granularity": "tensorwise"},
-    "layers": {"fp8": 2},
-}
+HEADER = {"fp8booster": "1.0", "kind": "scales", "every": 5, "config": {"scaling": "tensorwise"}, "layers": {"fp8": 2}}
 
 
 def row(step: int, **others: object) -> ScaleRow:

@@ -17,7 +17,7 @@ def test_a_sound_tensor_is_not_warned_of() -> None:
     [
         ({"saturated": 0.02}, "2.00% of its values are clipped at the largest of e4m3"),
         ({"flushed": 0.4}, 'granularity="rowwise"'),
-        ({"flushed": 0.4, "role": "output gradient"}, "gradient_format=torch.float8_e5m2"),
+        ({"flushed": 0.4, "role": "output gradient"}, "formats=Formats(gradient=torch.float8_e5m2)"),
         ({"flushed": 0.4, "role": "message"}, 'gradient_scaling="block"'),
         ({"flushed": 0.4, "role": "output gradient", "format": "e5m2"}, "in e5m2; give each row its scale"),
         ({"flushed": 0.4, "role": "first moment"}, "take torch.optim.AdamW"),

@@ -79,7 +79,7 @@ def frozen_and_decoded(device: torch.device, config: FP8Config) -> tuple[nn.Sequ
 @pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
 @pytest.mark.parametrize("granularity", ["tensorwise", "rowwise", "blockwise"])
 def test_adapters_on_a_frozen_fp8_base_compute_as_on_its_values(device, granularity, dora) -> None:
-    config = FP8Config(granularity=granularity, always=True)
+    config = FP8Config(scaling=granularity, always=True)
     model, reference = (adapted(layers, dora=dora) for layers in frozen_and_decoded(device, config))
     x = torch.randn(128, 64, dtype=torch.bfloat16, device=device)
     inputs = [x.clone().requires_grad_() for _ in range(2)]

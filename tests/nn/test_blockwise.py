@@ -9,13 +9,14 @@ import torch
 from torch import nn
 
 from fp8booster import FP8Config, convert_to_fp8, fp8_linear, report
+from fp8booster.config import Activations, WeightCopies
 from fp8booster.nn.fused.merged_layers import merged_layers
 from fp8booster.tensor import quantize
 from tests.nn import reference
 from tests.nn.fused.models import batch, build
 from tests.nn.fused.test_decoder import fused
 
-CONFIG = FP8Config(granularity="blockwise")
+CONFIG = FP8Config(scaling="blockwise")
 
 
 def tensors(rows: int, inputs: int, outputs: int, device: torch.device) -> list[torch.Tensor]:
@@ -39,7 +40,7 @@ def run(x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, config: FP8Config) -
 def test_the_three_products_are_those_of_the_quantized_operands(sizes, device) -> None:
     rows, inputs, outputs = sizes
     x, w, dy = tensors(*sizes, device)
-    kinds = {"power_of_two": True}
+    kinds = {"scaling": "amax"}
     x8, dy8 = (quantize(each, torch.float8_e4m3fn, scale_for="group", **kinds) for each in (x, dy))
     x8_t, dy8_t = (
         quantize(each, torch.float8_e4m3fn, plain=False, transposed=True, scale_for="group", **kinds)
@@ -83,7 +84,7 @@ def test_a_transpose_that_is_made_in_backward_has_the_same_bits(keep, device) ->
     model = nn.Sequential(nn.Linear(256, 384), nn.ReLU(), nn.Linear(384, 256)).to(device)
     other = copy.deepcopy(model)
     convert_to_fp8(model, CONFIG)
-    convert_to_fp8(other, FP8Config(granularity="blockwise", keep_weight_transposes=keep))
+    convert_to_fp8(other, FP8Config(scaling="blockwise", weight_copies=WeightCopies(transposes=keep)))
     x = torch.randn(128, 256, device=device)
     for each in (model, other):
         each(x).square().sum().backward()
@@ -95,7 +96,7 @@ def test_a_transpose_that_is_made_in_backward_has_the_same_bits(keep, device) ->
 def test_a_decoder_trains_with_merged_layers_and_a_head_in_fp8(saved) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "vocab_size": 384}
     exact = build(dtype=torch.float32, **sizes)
-    config = FP8Config(granularity="blockwise", vocabulary_head=True, saved_activations=saved)
+    config = FP8Config(scaling="blockwise", vocabulary_head=True, activations=Activations(saved=saved))
     model = fused(build(**sizes), config)
     losses = []
     for each in (exact, model):

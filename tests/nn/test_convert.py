@@ -61,7 +61,7 @@ def test_every_projection_of_a_llama_is_converted_and_the_head_is_not() -> None:
 
 def test_layers_at_both_ends_stay_in_high_precision() -> None:
     for count, left in ((1, {1, 2, 3}), (2, {2})):
-        model = convert_to_fp8(tiny_llama(num_hidden_layers=5), FP8Config(first_last_layers_in_16_bits=count))
+        model = convert_to_fp8(tiny_llama(num_hidden_layers=5), FP8Config(high_precision_ends=count))
         found = {name.split(".")[2] for name, module in model.named_modules() if isinstance(module, FP8Linear)}
         assert found == {str(layer) for layer in left}
     rows = {row.name: row for row in report(model).rows}
@@ -78,7 +78,7 @@ def test_lists_inside_layers_have_no_ends_of_their_own() -> None:
             self.parts = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
 
     model = nn.ModuleDict({side: nn.ModuleList(Layer() for _ in range(3)) for side in ("encoder", "decoder")})
-    convert_to_fp8(model, FP8Config(first_last_layers_in_16_bits=1))
+    convert_to_fp8(model, FP8Config(high_precision_ends=1))
     found = {name for name, module in model.named_modules() if isinstance(module, FP8Linear)}
     assert found == {f"{side}.1.parts.{part}" for side in ("encoder", "decoder") for part in range(3)}
 
@@ -90,16 +90,16 @@ def test_experts_held_as_one_stay_in_high_precision_at_both_ends() -> None:
             self.up, self.experts = nn.Linear(32, 32), Experts()
 
     model = nn.ModuleDict({"layers": nn.ModuleList(Layer() for _ in range(3))})
-    convert_to_fp8(model, FP8Config(first_last_layers_in_16_bits=1))
+    convert_to_fp8(model, FP8Config(high_precision_ends=1))
     assert [isinstance(layer.experts, FP8Experts) for layer in model["layers"]] == [False, True, False]
     assert "the first or last decoder layer" in str(report(model))
 
 
 def test_ends_of_a_model_without_layers_between_are_refused() -> None:
     with pytest.raises(ValueError, match=r"holds no nn.ModuleList of layers; choose"):
-        convert_to_fp8(nn.Sequential(nn.Linear(32, 32)), FP8Config(first_last_layers_in_16_bits=1))
+        convert_to_fp8(nn.Sequential(nn.Linear(32, 32)), FP8Config(high_precision_ends=1))
     with pytest.raises(ValueError, match=r"no layer of the model would compute in FP8: .*first or last decoder layer"):
-        convert_to_fp8(tiny_llama(), FP8Config(first_last_layers_in_16_bits=1))
+        convert_to_fp8(tiny_llama(), FP8Config(high_precision_ends=1))
 
 
 def test_a_router_stays_in_high_precision_unless_asked_for() -> None:
@@ -170,7 +170,7 @@ def test_converting_again_applies_the_new_configuration() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     convert_to_fp8(model)
     model(torch.randn(16, 32))
-    config = FP8Config(layers=lambda name, module: name == "1", power_of_two=True)
+    config = FP8Config(layers=lambda name, module: name == "1", scaling="amax")
     convert_to_fp8(model, config)
     assert type(model[0]) is nn.Linear
     assert model[0].__dict__.keys() - nn.Linear(1, 1).__dict__.keys() == {"_fp8booster_kept"}

@@ -18,7 +18,7 @@ BF16 = torch.bfloat16
 @pytest.mark.parametrize("granularity", ["tensorwise", "rowwise", "blockwise"])
 def test_a_captured_layer_follows_its_input_gradient_and_weight(granularity, bias) -> None:
     torch.manual_seed(0)
-    config = FP8Config(granularity=granularity)
+    config = FP8Config(scaling=granularity)
     layer = FP8Linear(256, 384, bias=bias, device=DEVICE, dtype=BF16, config=config)
     x = torch.randn(128, 256, device=DEVICE, dtype=BF16, requires_grad=True)
     dy = torch.randn(128, 384, device=DEVICE, dtype=BF16)
@@ -56,7 +56,7 @@ def test_a_captured_layer_follows_its_input_gradient_and_weight(granularity, bia
 @pytest.mark.parametrize("granularity", ["tensorwise", "rowwise", "blockwise"])
 def test_memory_does_not_grow_over_200_steps(granularity) -> None:
     torch.manual_seed(0)
-    config = FP8Config(granularity=granularity)
+    config = FP8Config(scaling=granularity)
     model = nn.Sequential(
         FP8Linear(256, 1024, device=DEVICE, dtype=BF16, config=config),
         nn.GELU(),

@@ -15,10 +15,13 @@ from transformers.models.mixtral.modeling_mixtral import MixtralBlockSparseTop2M
 from transformers.pytorch_utils import Conv1D
 
 from fp8booster import FP8Config, convert_to_fp8, formats
+from fp8booster.config import FAST_PRODUCTS, Formats
 from fp8booster.kernels.product import product
 from fp8booster.nn.experts.grouped import GroupedExperts
 from fp8booster.nn.fused.loss import linear_cross_entropy
 from fp8booster.nn.fused.merged_layers import MergedLayers
+from fp8booster.nn.weights.casting import Casts
+from fp8booster.scaling import RealTime
 
 BF16 = torch.bfloat16
 FPROP, DGRAD, WGRAD = "fprop", "dgrad", "wgrad"
@@ -47,7 +50,7 @@ def merged(config: FP8Config) -> None:
 
 def head(config: FP8Config) -> None:
     weight = torch.randn(32, 64, dtype=BF16, requires_grad=True)
-    linear_cross_entropy(_input(), weight, torch.arange(48) % 32, config=config).backward()
+    linear_cross_entropy(_input(), weight, torch.arange(48) % 32, casts=Casts(config)).backward()
 
 
 def experts(config: FP8Config) -> None:
@@ -103,22 +106,17 @@ def by_kind(compute: Callable[[FP8Config], None], config: FP8Config) -> dict[str
 @pytest.mark.parametrize("fast", [FPROP, DGRAD, WGRAD])
 @pytest.mark.parametrize("compute", CONSUMERS)
 def test_each_product_accumulates_as_its_own_field_says(compute, fast) -> None:
-    fields = {f"fast_accumulation_{kind}": kind == fast for kind in (FPROP, DGRAD, WGRAD)}
-    found = by_kind(compute, FP8Config(**fields))
+    found = by_kind(compute, FP8Config(fast_accumulation=(fast,)))
     assert {kind: each["fast"] for kind, each in found.items()} == {kind: kind == fast for kind in found}
 
 
 @pytest.mark.parametrize(
     ("field", "others"),
-    [
-        ("input_format", {"gradient_format": E4M3}),
-        ("weight_format", {"gradient_format": E4M3}),
-        ("gradient_format", {}),
-    ],
+    [("input_format", {"gradient": E4M3}), ("weight_format", {"gradient": E4M3}), ("gradient_format", {})],
 )
 @pytest.mark.parametrize("compute", CONSUMERS)
 def test_each_operand_has_its_own_format(compute, field, others) -> None:
-    config = FP8Config(**others | {field: E5M2})
+    config = FP8Config(formats=Formats(**others | {field.removesuffix("_format"): E5M2}))
     found = {kind: sorted(map(str, each["formats"])) for kind, each in by_kind(compute, config).items()}
     operands = {
         FPROP: ("input_format", "weight_format"),
@@ -132,20 +130,21 @@ def test_each_operand_has_its_own_format(compute, field, others) -> None:
 @pytest.mark.parametrize("value", [False, True])
 @pytest.mark.parametrize("compute", CONSUMERS)
 def test_all_products_know_how_scales_are_made_and_where_they_run(compute, field, value) -> None:
-    rowwise = FP8Config(granularity="rowwise" if value else "tensorwise", power_of_two=False)
+    rowwise = FP8Config(scaling=RealTime("rowwise" if value else "tensorwise", power_of_two=False))
     if compute is merged and field == "rowwise" and value:
         compute = linear  # rowwise scales are not merged
-    config = rowwise if field == "rowwise" else FP8Config(**{field: value})
+    powers = FP8Config(scaling=RealTime(power_of_two=value))
+    config = {"rowwise": rowwise, "power_of_two": powers, "emulate": FP8Config(emulate=value)}[field]
     assert {kind: each[field] for kind, each in by_kind(compute, config).items()} == dict.fromkeys(
         (FPROP, DGRAD, WGRAD), value
     )
 
 
-@pytest.mark.parametrize("field", ["fast_accumulation_fprop", "fast_accumulation_dgrad", "fast_accumulation_wgrad"])
-def test_grouped_products_accumulate_as_their_own_field_says(field) -> None:
+@pytest.mark.parametrize("field", FAST_PRODUCTS)
+def test_grouped_products_accumulate_as_their_own_name_says(field) -> None:
     """Two experts: gate and up as one fprop, down as another; so many dgrads and wgrads."""
-    names = ["fast_accumulation_fprop", "fast_accumulation_dgrad", "fast_accumulation_wgrad"]
-    calls = products_of(experts, FP8Config(**{name: name == field for name in names}))
+    names = list(FAST_PRODUCTS)
+    calls = products_of(experts, FP8Config(fast_accumulation=(field,)))
     fprop, backward = calls[:4], calls[4:]
     assert len(backward) == 8
     # of each of the two layers, the last first: dgrads of both experts, then wgrads
@@ -156,45 +155,26 @@ def test_grouped_products_accumulate_as_their_own_field_says(field) -> None:
 @pytest.mark.parametrize("field", ["power_of_two", "emulate"])
 @pytest.mark.parametrize("value", [False, True])
 def test_grouped_products_know_how_scales_are_made_and_where_they_run(field, value) -> None:
-    calls = products_of(experts, FP8Config(**{field: value}))
+    fields = {"emulate": value} if field == "emulate" else {"scaling": RealTime(power_of_two=value)}
+    calls = products_of(experts, FP8Config(**fields))
     assert [each[field] for each in calls] == [value] * 12
 
 
 ELSEWHERE = {
     "layers": "tests/nn/test_convert.py",
     "always": "tests/nn/linear/test_speed_model.py",
-    "communication": "tests/plugins/test_no_effect.py",
-    "gradient_scaling": "tests/colossal/zero/test_gradient_scaling.py",
     "fused": "tests/plugins/test_low_level_zero_fused.py",
-    "weights_in_16_bits": "tests/colossal/zero/test_fp8_alone.py",
-    "keep_weight_transposes": "tests/nn/weights/test_memory.py",
-    "saved_activations": "tests/nn/fused/test_saved_activations.py",
-    "recompute": "tests/nn/fused/test_recompute.py",
     "cuda_graphs": "tests/plugins/test_cuda_graphs.py",
     "vocabulary_head": "tests/nn/fused/test_causal_lm_loss.py",
     "gradient_accumulation": "tests/colossal/zero/test_gradient_accumulation.py",
-    "scaling": "tests/nn/weights/test_history.py",
-    "delayed_history": "tests/nn/weights/test_history.py",
-    "delayed_amax": "tests/nn/weights/test_history.py",
-    "delayed_margin": "tests/nn/weights/test_history.py",
-    "forward_bias": "tests/nn/weights/test_history.py",
-    "gradient_bias": "tests/nn/weights/test_history.py",
-    "first_last_layers_in_16_bits": "tests/nn/test_convert.py",
-    "smooth_swiglu": "tests/nn/fused/test_smooth_swiglu.py",
+    "messages": "tests/colossal/zero/test_gradient_scaling.py",
+    "weight_copies": "tests/nn/weights/test_memory.py",
+    "activations": "tests/nn/fused/test_recompute.py",
+    "high_precision_ends": "tests/nn/test_convert.py",
 }
 """Fields that no product reads, and where their effect is tested."""
 
-HERE = {
-    "input_format",
-    "weight_format",
-    "gradient_format",
-    "fast_accumulation_fprop",
-    "fast_accumulation_dgrad",
-    "fast_accumulation_wgrad",
-    "power_of_two",
-    "granularity",
-    "emulate",
-}
+HERE = {"formats", "fast_accumulation", "scaling", "emulate"}
 
 
 def test_every_field_has_a_test_of_its_effect(pytestconfig) -> None:

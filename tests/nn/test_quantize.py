@@ -20,6 +20,7 @@ from transformers import (
 from fp8booster import FP8Config, convert_to_fp8, formats, fp8_linear, quantize, report
 from fp8booster.nn import FrozenFP8Linear
 from fp8booster.nn.linear.frozen import FrozenLayer
+from fp8booster.scaling import Constant
 from tests.nn.models import tiny_gpt2, tiny_llama
 
 BF16 = torch.bfloat16
@@ -90,7 +91,7 @@ def test_there_are_as_many_bytes_as_values_in_fp8_and_the_rest_stays(device) -> 
 def test_models_of_every_kind_compute_nearly_the_same(family, granularity, device) -> None:
     model, given = built(family, device)
     expected = model(**given).logits.float()
-    quantize(model, FP8Config(granularity=granularity))
+    quantize(model, FP8Config(scaling=granularity))
     assert frozen_layers(model)
     error = model(**given).logits.float() - expected
     # of a token or a picture; the median, because a token whose experts change differs altogether
@@ -105,7 +106,7 @@ def test_blockwise_scales_are_for_sizes_that_they_pad_little(device) -> None:
     model = tiny_llama(hidden_size=128, intermediate_size=256).to(device, BF16)
     tokens = torch.randint(128, (2, 24), device=device)
     expected = model(tokens).logits.float()
-    quantize(model, FP8Config(granularity="blockwise"))
+    quantize(model, FP8Config(scaling="blockwise"))
     assert len(frozen_layers(model)) == 10
     assert "rounded up to multiples of 128" in report(model).summary()  # two heads of keys
     error = model(tokens).logits.float() - expected
@@ -136,14 +137,14 @@ def test_an_untied_head_is_quantized_if_asked_for() -> None:
 @pytest.mark.parametrize("family", ["LLaMA", "GPT-2", "BERT"])
 def test_its_state_loads_into_a_model_quantized_alike(family, granularity, calibrated, device) -> None:
     model, given = built(family, device)
-    quantize(model, FP8Config(granularity=granularity), batches=[given] if calibrated else None)
+    quantize(model, FP8Config(scaling=granularity), batches=[given] if calibrated else None)
     state = model.state_dict()
     assert sum(value.dtype is formats.E4M3 for value in state.values()) == len(frozen_layers(model))
     other, _ = built(family, device)
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.zero_()
-    quantize(other, FP8Config(granularity=granularity)).load_state_dict(state)
+    quantize(other, FP8Config(scaling=granularity)).load_state_dict(state)
     assert torch.equal(other(**given).logits, model(**given).logits)
     for name, value in other.state_dict().items():
         assert torch.equal(value.float(), state[name].float()), name
@@ -242,8 +243,8 @@ def test_scales_of_the_paper_s_inference(device) -> None:
     layer = nn.Linear(64, 32, device=device, dtype=BF16)
     x = torch.randn(16, 64, device=device, dtype=BF16)
     by_amax = quantize(nn.Sequential(copy.deepcopy(layer)), FP8Config(scaling="amax"))
-    assert torch.equal(by_amax(x), fp8_linear(x, layer.weight, layer.bias, FP8Config(power_of_two=True)))
-    constant = quantize(nn.Sequential(copy.deepcopy(layer)), FP8Config(scaling="constant", forward_bias=5))
+    assert torch.equal(by_amax(x), fp8_linear(x, layer.weight, layer.bias, FP8Config(scaling="amax")))
+    constant = quantize(nn.Sequential(copy.deepcopy(layer)), FP8Config(scaling=Constant(forward_bias=5)))
     assert constant[0].fp8_inverse_scale == 2.0**-5
     assert constant[0].input_amax == 448 * 2.0**-5
     assert torch.equal(constant(100 * x), constant(100 * x.clamp(-0.14, 0.14)))
@@ -260,7 +261,7 @@ def test_a_model_that_trained_in_fp8_is_quantized_to_the_weights_it_multiplied_b
     model, _ = built("LLaMA", device)
     convert_to_fp8(model)
     bytes_of = {
-        name: module.fp8_weight.for_call(module.weight, module.fp8_config, torch.empty(0), training=True)
+        name: module.fp8_weight.for_call(module.weight, module.fp8_casts, torch.empty(0))
         for name, module in model.named_modules()
         if name.endswith("_proj")
     }
@@ -279,9 +280,9 @@ def test_what_cannot_be_is_refused_with_the_reason() -> None:
     with pytest.raises(ValueError, match="needs no calibration"):
         quantize(linear(), FP8Config(scaling="constant"), batches=[torch.ones(1, 32)])
     with pytest.raises(ValueError, match="no one amax to calibrate"):
-        quantize(linear(), FP8Config(granularity="rowwise"), batches=[torch.ones(1, 32)])
-    with pytest.raises(ValueError, match="leave it out to quantize"):
-        quantize(linear(), FP8Config(smooth_swiglu=True))
+        quantize(linear(), FP8Config(scaling="rowwise"), batches=[torch.ones(1, 32)])
+    with pytest.raises(ValueError, match="learns from training steps"):
+        quantize(linear(), FP8Config(scaling="smooth-swiglu"))
     with pytest.raises(ValueError, match="at least one batch"):
         quantize(linear(), batches=[])
     with pytest.raises(ValueError, match="it has no linear layers"):

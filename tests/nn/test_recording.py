@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fp8booster import FP8Config, FP8Linear, convert_to_fp8, fuse, record
+from fp8booster.config import Activations
 from fp8booster.kernels import code_statistics
 from fp8booster.monitor.scales import ScaleRow
 from fp8booster.monitor.sinks import read_scales
@@ -119,7 +120,8 @@ def test_the_first_step_and_each_nth_are_sampled() -> None:
     assert all(sum(row.step == step for row in sink.rows) == 9 for step in (1, 3, 6))
     assert sink.header["every"] == 3
     assert sink.header["layers"] == {"fp8": 3, "16-bit": 0}
-    assert sink.header["config"]["gradient_format"] == "float8_e5m2"
+    assert sink.header["config"]["formats"]["gradient"] == "float8_e5m2"
+    assert sink.header["config"]["scaling"] == "tensorwise"
     assert sink.closed
 
 
@@ -136,7 +138,7 @@ def test_recording_changes_no_bits_and_leaves_no_trace() -> None:
 
 
 def test_micro_batches_and_rowwise_scales_add_up() -> None:
-    model, sink = blocks(FP8Config(always=True, granularity="rowwise")), Kept()
+    model, sink = blocks(FP8Config(always=True, scaling="rowwise")), Kept()
     inputs = [torch.randn(16, 32, dtype=torch.bfloat16), 4 * torch.randn(24, 32, dtype=torch.bfloat16)]
     with record(model, sink=sink) as recording:
         for each in inputs:
@@ -151,7 +153,7 @@ def test_micro_batches_and_rowwise_scales_add_up() -> None:
 
 def test_blockwise_scales_are_those_of_their_values() -> None:
     torch.manual_seed(0)
-    config = FP8Config(always=True, granularity="blockwise")
+    config = FP8Config(always=True, scaling="blockwise")
     layers = [FP8Linear(200, 140, bias=False, dtype=torch.bfloat16, config=config) for _ in range(2)]
     model, sink = nn.ModuleList(layers), Kept()
     x = torch.randn(20, 200, dtype=torch.bfloat16)
@@ -297,7 +299,10 @@ def test_of_large_tensors_some_blocks_are_looked_at(monkeypatch) -> None:
 def test_saved_activations_in_8_bits_are_named_by_the_layer_that_reads_them() -> None:
     rows, losses = {}, {}
     for saved in ("16-bit", "8-bit"):
-        model, sink = convert_to_fp8(tiny_llama().bfloat16(), FP8Config(always=True, saved_activations=saved)), Kept()
+        model, sink = (
+            convert_to_fp8(tiny_llama().bfloat16(), FP8Config(always=True, activations=Activations(saved=saved))),
+            Kept(),
+        )
         fuse(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         torch.manual_seed(1)

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fp8booster import FP8Config, forget_weights
+from fp8booster.config import WeightCopies
 from tests.colossal.models import tiny_llama, token_batch
 from tests.distributed import ranks, shared_folder
 from tests.plugins.training import Boosted, boost, rank_batches
@@ -108,7 +109,7 @@ def test_an_average_that_is_swapped_in_is_evaluated_and_training_goes_on_as_with
 @pytest.mark.parametrize("keeps_16_bits", [True, False])
 @pytest.mark.parametrize("name", ["low_level_zero", "low_level_zero unfused", "hybrid ZeRO", "TP2 ZeRO"])
 def test_loaded_weights_are_evaluated_and_trained_from_after_a_save_too(name: str, keeps_16_bits: bool) -> None:
-    run = boost(engine(name, weights_in_16_bits=keeps_16_bits), tiny_llama(), lr=1e-2)
+    run = boost(engine(name, weight_copies=WeightCopies(high_precision=keeps_16_bits)), tiny_llama(), lr=1e-2)
     tokens = token_batch(0)  # the same on all ranks, so that these have one loss
     folder = shared_folder(f"loaded {name} {keeps_16_bits}")
     path, again = str(folder / "model"), str(folder / "again")

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fp8booster import FP8Config, comm
+from fp8booster.config import WeightCopies
 from fp8booster.nn.graphs import captured_layers, recorder
 from fp8booster.plugins import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin
 from tests.colossal.models import tiny_llama, token_batch
@@ -46,7 +47,11 @@ def test_captured_layers_train_as_they_are(name: str, monkeypatch: pytest.Monkey
     for graphs in (False, True):
         comm.reset_statistics()
         given: dict[str, Any] = dict(options)
-        config = FP8Config(always=True, cuda_graphs=graphs, weights_in_16_bits=given.pop("weights_in_16_bits", None))
+        config = FP8Config(
+            always=True,
+            cuda_graphs=graphs,
+            weight_copies=WeightCopies(high_precision=given.pop("weights_in_16_bits", None)),
+        )
         if kind is LowLevelZeroPlugin:
             given["precision"] = "bf16"
         model = tiny_llama()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fp8booster import FP8Config, convert_to_fp8
+from fp8booster.comm import Encoding
 from fp8booster.optim import AdamW
 from tests.colossal.models import tiny_llama, token_batch
 from tests.distributed import ranks
@@ -26,7 +27,7 @@ def engine(name: str) -> Any:
     if name == "low_level_zero":
         return plugins.LowLevelZeroPlugin(precision="bf16", stage=2, max_norm=0.1, **arguments)
     if name == "automatic":
-        config = FP8Config(emulate=True, gradient_scaling="auto")
+        config = FP8Config(emulate=True, messages=Encoding(automatic_scaling=True))
         return plugins.LowLevelZeroPlugin(precision="bf16", max_norm=0.1, use_fp8=True, fp8_config=config)
     if name == "gemini":
         return plugins.GeminiPlugin(precision="bf16", max_norm=0.1, **arguments)
@@ -49,11 +50,11 @@ def under(dtype: torch.dtype, work: Callable[[], Any]) -> Any:
 
 PLAIN = {
     "real-time": {},
-    "powers of two": {"power_of_two": True},
-    "rowwise": {"granularity": "rowwise"},
+    "powers of two": {"scaling": "amax"},
+    "rowwise": {"scaling": "rowwise"},
     "delayed": {"scaling": "delayed"},
     "constant": {"scaling": "constant"},
-    "smooth SwiGLU": {"smooth_swiglu": True},
+    "smooth SwiGLU": {"scaling": "smooth-swiglu"},
     "unfused": {"fused": False},
 }
 

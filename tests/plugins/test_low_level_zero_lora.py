@@ -10,6 +10,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from fp8booster import FP8Config, FP8Linear, report
+from fp8booster.config import WeightCopies
 from tests.colossal.models import tiny_llama
 from tests.distributed import ranks, shared_folder
 from tests.plugins.training import STAGES, Boosted, assert_close, assert_equal, boost, fp8, native, rank_batches, train
@@ -88,7 +89,7 @@ def test_saved_adapters_load_here_in_native_and_in_peft(stage: int) -> None:
 @ranks(2)
 @pytest.mark.parametrize("weights", ["16 bits", "FP8 alone"])
 def test_merged_adapters_go_into_the_base(weights: str) -> None:
-    config = FP8Config(fused=False, weights_in_16_bits=weights == "16 bits")
+    config = FP8Config(fused=False, weight_copies=WeightCopies(high_precision=weights == "16 bits"))
     plugin = fp8(stage=1, fp8_communication=True, fp8_config=config)
     run = with_lora(plugin, lora_config=lora_config(16))
     train(run)

@@ -100,7 +100,7 @@ def test_an_unknown_option_is_named_with_those_it_resembles() -> None:
 @ranks(2)
 def test_wrong_values_are_refused_with_what_to_give() -> None:
     with pytest.raises(TypeError, match=r"give an fp8booster.FP8Config"):
-        fp8(fp8_config={"power_of_two": True})
+        fp8(fp8_config={"scaling": "amax"})
     with pytest.raises(TypeError, match=r"give an fp8booster.FP8Config"):
         ours(fp8_config="e4m3")
     with pytest.raises(ValueError, match=r"'bf16' or 'fp16', not 'fp32'"):

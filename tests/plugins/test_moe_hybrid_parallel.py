@@ -13,6 +13,8 @@ from torch import nn
 
 from fp8booster import FP8Config, comm, report
 from fp8booster.colossal.hybrid.gradients import is_replicated
+from fp8booster.comm import Encoding
+from fp8booster.config import WeightCopies
 from fp8booster.monitor.traffic import Traffic, count_traffic
 from fp8booster.nn import FP8Layer
 from fp8booster.nn.experts.dispatch import run_experts
@@ -111,7 +113,7 @@ def test_moe_takes_the_arguments_of_the_native_plugin() -> None:
     with pytest.raises(TypeError, match=r"'epsize'; did you mean ep_size"):
         ours(epsize=2)
     with pytest.raises(TypeError, match=r"give an fp8booster.FP8Config"):
-        fp8(fp8_config={"power_of_two": True})
+        fp8(fp8_config={"scaling": "amax"})
     with pytest.raises(ValueError, match=r"'bf16' or 'fp16', not 'fp32'"):
         fp8(precision="fp32", zero_stage=0)
 
@@ -262,7 +264,7 @@ def test_moe_without_zero_clips_by_the_norm_over_all_ranks(mode: str, make: str)
 @pytest.mark.parametrize("mode", ["EP2", "experts on every rank"])
 def test_moe_scales_gradients_for_a_sum_over_the_widest_group(mode: str) -> None:
     """Over the group of an expert that one rank has, nothing is added; over that of all others, two gradients are."""
-    run = boost(fp8(**MODES[mode], fp8_config=FP8Config(emulate=True, gradient_scaling="auto")))
+    run = boost(fp8(**MODES[mode], fp8_config=FP8Config(emulate=True, messages=Encoding(automatic_scaling=True))))
     assert run.optimizer.automatic_scaling.mu.item() == 1 / 2
 
 
@@ -281,7 +283,7 @@ def norm_of_all_parts(optimizer: Any) -> float:
 
 @ranks(2)
 def test_moe_trains_alike_where_parameters_keep_no_value() -> None:
-    configs = (FP8Config(emulate=True, weights_in_16_bits=kept) for kept in (True, False))
+    configs = (FP8Config(emulate=True, weight_copies=WeightCopies(high_precision=kept)) for kept in (True, False))
     runs = [boost(fp8(fp8_config=config)) for config in configs]
     losses = [train(run, micro_batches=2) for run in runs]
     assert losses[0] == losses[1]
@@ -295,7 +297,7 @@ def test_moe_trains_alike_where_parameters_keep_no_value() -> None:
     for grouped in (each for run in runs for each in grouped_experts(run.model.unwrap())):
         products = zip(grouped.products(), (grouped._gate_up, grouped._down), strict=True)
         for layers, weight in products:  # no copy of what ZeRO gathers
-            gathered = layers[0].fp8_weight.forward([layers[0].weight], QUICK, transpose=True)
+            gathered = layers[0].fp8_weight.forward([layers[0].weight], layers[0].fp8_casts, transpose=True)
             assert weight.made.data.data_ptr() == gathered.data.data_ptr()
             assert weight.made.transpose.data_ptr() == gathered.transpose.data_ptr()
 

@@ -8,13 +8,13 @@ import pytest
 
 import fp8booster.colossal  # noqa: F401  (patches colossalai before it is imported)
 from fp8booster import FP8Config
+from fp8booster.comm import Encoding
+from fp8booster.config import WeightCopies
 from tests.distributed import ranks
 
 OFF = "fp8_config has no effect: use_fp8 is off; give use_fp8=True"
-WEIGHTS = "fp8_config.weights_in_16_bits=False has no effect: "
-SCALING = (
-    'fp8_config.gradient_scaling="tensor" has no effect: gradients are sent uncompressed without fp8_communication'
-)
+WEIGHTS = "fp8_config.weight_copies.high_precision=False has no effect: "
+SCALING = "fp8_config.messages=Encoding("
 IN_16_BITS = {"fp8_communication": False}
 
 FP8_ALONE: dict[tuple[str, str], tuple[dict[str, Any], str | None]] = {
@@ -31,7 +31,7 @@ FP8_ALONE: dict[tuple[str, str], tuple[dict[str, Any], str | None]] = {
     ("TorchDDPPlugin", "FP8 on the wire"): ({}, "use LowLevelZeroPlugin"),
     ("TorchFSDPPlugin", "FP8 on the wire"): ({}, "leave the option out"),
 }
-"""By plugin and case: arguments, and what `weights_in_16_bits=False` is told."""
+"""By plugin and case: arguments, and what `WeightCopies(high_precision=False)` is told."""
 
 PLUGINS = tuple(dict.fromkeys(plugin for plugin, _ in FP8_ALONE))
 
@@ -60,7 +60,7 @@ def warnings_of(plugin: str, **arguments: Any) -> list[str]:
 @pytest.mark.parametrize("case", FP8_ALONE, ids=str)
 def test_weights_in_fp8_alone_are_warned_of_where_that_changes_nothing(case: tuple[str, str]) -> None:
     arguments, says = FP8_ALONE[case]
-    config = FP8Config(weights_in_16_bits=False)
+    config = FP8Config(weight_copies=WeightCopies(high_precision=False))
     warnings = warnings_of(case[0], use_fp8=True, fp8_config=config, **arguments)
     assert len(warnings) == (says is not None), warnings
     if says is not None:
@@ -71,17 +71,18 @@ def test_weights_in_fp8_alone_are_warned_of_where_that_changes_nothing(case: tup
 
 @ranks(2)
 def test_rowwise_weights_are_gathered_in_16_bits_and_that_is_said() -> None:
-    config = FP8Config(weights_in_16_bits=False, granularity="rowwise")
+    config = FP8Config(weight_copies=WeightCopies(high_precision=False), scaling="rowwise")
     (warning,) = warnings_of("LowLevelZeroPlugin", use_fp8=True, fp8_config=config)
-    assert 'granularity="rowwise"; use "tensorwise"' in warning
+    assert 'scaling="rowwise"; use "tensorwise"' in warning
 
 
 @ranks(2)
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_a_scaling_of_gradients_that_are_sent_in_16_bits_is_warned_of(plugin: str) -> None:
-    config = FP8Config(gradient_scaling="tensor")
+    config = FP8Config(messages=Encoding(block_size=None))
     (warning,) = warnings_of(plugin, use_fp8=True, fp8_config=config, **IN_16_BITS)
     assert warning.startswith(SCALING)
+    assert "has no effect: gradients are sent uncompressed without fp8_communication" in warning
     (warning,) = warnings_of(plugin, fp8_config=config)
     assert warning.startswith(OFF)
     assert not any(line.startswith(SCALING) for line in warnings_of(plugin, use_fp8=True, fp8_config=config))
@@ -91,7 +92,7 @@ def test_a_scaling_of_gradients_that_are_sent_in_16_bits_is_warned_of(plugin: st
 @ranks(2)
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_a_config_without_use_fp8_is_warned_of_once(plugin: str) -> None:
-    (warning,) = warnings_of(plugin, fp8_config=FP8Config(weights_in_16_bits=False))
+    (warning,) = warnings_of(plugin, fp8_config=FP8Config(weight_copies=WeightCopies(high_precision=False)))
     assert warning.startswith(OFF)
     assert not warnings_of(plugin)
 
@@ -105,7 +106,7 @@ def test_the_configuration_decides_what_is_sent_unless_the_argument_does(plugin:
         precision = {} if plugin.startswith("Torch") else {"precision": "bf16"}
         return getattr(fp8booster.plugins, plugin)(**precision | SIZES.get(plugin, {}) | arguments).sends_fp8
 
-    off = FP8Config(communication=False)
+    off = FP8Config(messages=None)
     assert sends(use_fp8=True)
     assert not sends(use_fp8=True, fp8_config=off)
     assert sends(use_fp8=True, fp8_config=off, fp8_communication=True)

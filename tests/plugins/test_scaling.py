@@ -11,7 +11,7 @@ import torch.distributed as dist
 from fp8booster import FP8Config, report
 from fp8booster.nn.fused.merged_layers import merged_layers
 from fp8booster.nn.linear.layer import FP8Layer
-from fp8booster.nn.weights.casting import INPUT, OUTPUT_GRADIENT, WEIGHT
+from fp8booster.scaling import INPUT, OUTPUT_GRADIENT, WEIGHT
 from tests.colossal.hybrid import runs as hybrid
 from tests.distributed import ranks
 from tests.plugins.training import Boosted, assert_close, boost, ours, train
@@ -31,7 +31,7 @@ def histories(run: Boosted) -> dict[str, list[torch.Tensor]]:
     """By role, the amaxes of all that were cast."""
     found: dict[str, list[torch.Tensor]] = {WEIGHT: [], INPUT: [], OUTPUT_GRADIENT: []}
     for holder in holders(run):
-        for role, history in holder.fp8_casts._histories.items():
+        for role, history in holder.fp8_casts.state.by_role.items():
             found[role].append(history.amaxes)
     return found
 
@@ -87,7 +87,7 @@ def test_a_mode_of_hybrid_parallelism_trains_with_delayed_scales(mode: str) -> N
     assert all((amaxes > 0).sum() == 4 for amaxes in found[INPUT] + found[OUTPUT_GRADIENT])
     if mode == "TP2 split_gather":  # inputs of what is merged are gathered
         for merged in merged_layers(run.model.unwrap()):
-            amaxes = merged.fp8_casts._histories[INPUT].amaxes
+            amaxes = merged.fp8_casts.state.by_role[INPUT].amaxes
             others = [torch.empty_like(amaxes) for _ in range(2)]
             dist.all_gather(others, amaxes)
             assert torch.equal(*others)

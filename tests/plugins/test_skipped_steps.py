@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fp8booster import FP8Config, convert_to_fp8
+from fp8booster.comm import Encoding
 from fp8booster.monitor.watchdog import Watchdog
 from fp8booster.nn.held_casts import remembered_amaxes
 from fp8booster.nn.recording import record
@@ -18,8 +19,8 @@ from tests.plugins.training import Boosted, boost
 OVERFLOWS = {"precision": "fp16", "initial_scale": 2.0**31, "min_scale": 1.0, "hysteresis": 1}
 SCALINGS: dict[str, dict[str, Any]] = {
     "delayed": {"scaling": "delayed"},
-    "smooth SwiGLU": {"smooth_swiglu": True},
-    "auto": {"gradient_scaling": "auto"},
+    "smooth SwiGLU": {"scaling": "smooth-swiglu"},
+    "auto": {"messages": Encoding(automatic_scaling=True)},
 }
 ENGINES = ("ZeRO", "hybrid without ZeRO", "gemini")
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8booster import FP8Config, FP8Linear, comm, convert_to_fp8
-from fp8booster.comm import ddp_hook
+from fp8booster.comm import Encoding, ddp_hook
 from fp8booster.monitor.traffic import count_traffic
 from fp8booster.nn.weights import cached
 from fp8booster.optim import AdamW
@@ -131,7 +131,7 @@ def test_ddp_without_fp8_compresses_by_the_native_hook_alone() -> None:
         (fp8(fp8_communication=True), ddp_hook),
     ):
         assert [each for each, _ in boost(plugin).model.module._comm_hooks] == [hook]
-    no_communication = fp8(fp8_config=FP8Config(communication=False))
+    no_communication = fp8(fp8_config=FP8Config(messages=None))
     for plugin in (native(), ours(), plain_wire(), no_communication):
         assert not boost(plugin).model.module._comm_hooks
 
@@ -145,7 +145,7 @@ def test_ddp_names_an_unknown_option_and_refuses_a_wrong_configuration() -> None
     with pytest.raises(TypeError, match=r"fp8_communication and use_fp8 and fp8_config"):
         ours(zzz=1)
     with pytest.raises(TypeError, match=r"give an fp8booster.FP8Config"):
-        fp8(fp8_config={"power_of_two": True})
+        fp8(fp8_config={"scaling": "amax"})
 
 
 # ---- products ----
@@ -223,8 +223,12 @@ def test_ddp_warns_of_what_has_no_effect() -> None:
     logger = fp8().logger
     for plugin, config, warning in (
         (ours, FP8Config(), "fp8_config has no effect: use_fp8 is off"),
-        (fp8, FP8Config(gradient_scaling="tensor"), 'fp8_config.gradient_scaling="tensor" has no effect: DDP\'s'),
-        (plain_wire, FP8Config(gradient_scaling="tensor"), 'fp8_config.gradient_scaling="tensor" has no effect'),
+        (
+            fp8,
+            FP8Config(messages=Encoding(automatic_scaling=True)),
+            "fp8_config.messages.automatic_scaling=True has no effect: DDP's",
+        ),
+        (plain_wire, FP8Config(messages=Encoding(block_size=None)), "fp8_config.messages=Encoding("),
         (plain_wire, FP8Config(), None),
         (fp8, FP8Config(), None),
     ):

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from fp8booster import FP8Config, FP8Linear, comm, convert_to_fp8, report
-from fp8booster.comm import FlatFSDPState, flat_fsdp_hook
+from fp8booster.comm import Encoding, FlatFSDPState, flat_fsdp_hook
 from fp8booster.monitor.traffic import count_traffic
 from fp8booster.nn.fsdp.flat_weights import NAME
 from fp8booster.nn.fsdp.handle import compress_flat_fsdp
@@ -84,7 +84,7 @@ def test_fsdp_names_an_unknown_option_and_refuses_a_wrong_configuration() -> Non
     with pytest.raises(TypeError, match=r"'sharding'; did you mean sharding_strategy"):
         ours(sharding=1)
     with pytest.raises(TypeError, match=r"give an fp8booster.FP8Config"):
-        fp8(fp8_config={"power_of_two": True})
+        fp8(fp8_config={"scaling": "amax"})
     with pytest.raises(ValueError, match=r"no linear layers"):
         boost(fp8(), nn.Sequential(nn.Embedding(8, 16), nn.LayerNorm(16)))
 
@@ -216,10 +216,9 @@ def test_fsdp_trains_near_native_in_every_strategy(strategy: ShardingStrategy) -
 
 
 @ranks(2)
-@pytest.mark.parametrize("case", [("block", 256), ("tensor", None)], ids=str)
-def test_fsdp_scales_gradients_as_it_is_told(case: tuple[str, int | None]) -> None:
-    scaling, block_size = case
-    run = boost(fp8(fp8_config=FP8Config(gradient_scaling=scaling)))
+@pytest.mark.parametrize("block_size", [256, 128, None])
+def test_fsdp_scales_gradients_as_it_is_told(block_size: int | None) -> None:
+    run = boost(fp8(fp8_config=FP8Config(messages=Encoding(block_size=block_size))))
     units = FullyShardedDataParallel.fsdp_modules(run.model.module)
     assert {unit._comm_hook_state.encoding.block_size for unit in units} == {block_size}
 
@@ -278,8 +277,8 @@ def test_fsdp_sends_at_most_0_52_of_the_bytes(wrapping: str) -> None:
 @ranks(2)
 def test_fsdp_says_why_a_weight_is_sent_in_16_bits() -> None:
     for config, reason in (
-        (FP8Config(granularity="rowwise", emulate=True), "rowwise scales"),
-        (FP8Config(granularity="blockwise", emulate=True), "blockwise scales"),
+        (FP8Config(scaling="rowwise", emulate=True), "rowwise scales"),
+        (FP8Config(scaling="blockwise", emulate=True), "blockwise scales"),
         (QUICK, "size no multiple of 16"),
     ):
         model = tiny_llama(hidden_size=128, intermediate_size=250 if config is QUICK else 128)

@@ -27,9 +27,11 @@ from transformers import (
 
 from fp8booster import FP8Config, convert_to_fp8, export, fuse, load_fp8, quantize
 from fp8booster import files as files_of_disk
+from fp8booster.config import Formats
 from fp8booster.nn.fused.merged_layers import merged_layers
 from fp8booster.nn.linear.frozen import FrozenLayer
 from fp8booster.nn.linear.layer import FP8Layer
+from fp8booster.scaling import RealTime
 from fp8booster.serving.formats import CHECKPOINT_FORMATS
 from fp8booster.serving.layout import layout_of, layout_of_config
 from tests.colossal.models import VOCABULARY, tiny_llama, token_batch
@@ -158,7 +160,7 @@ def test_the_bytes_are_those_that_a_fused_model_multiplies_by(tmp_path, format):
 @pytest.mark.parametrize(("granularity", "format"), [("blockwise", "fine-grained"), ("rowwise", "compressed-tensors")])
 def test_finer_scales_are_those_of_training(tmp_path, granularity, format):
     model = llama(hidden_size=128, intermediate_size=256, head_dim=64).train()
-    convert_to_fp8(model, FP8Config(granularity=granularity, always=True, power_of_two=False))
+    convert_to_fp8(model, FP8Config(scaling=RealTime(granularity, power_of_two=False), always=True))
     tokens = token_batch(0)
     model(input_ids=tokens, labels=tokens).loss.backward()
     export(model, tmp_path / "out", format=format)
@@ -205,7 +207,7 @@ def test_scales_of_another_kind_than_trainings_are_the_default_ones(tmp_path, gr
     """What training rounds its own to says nothing of others."""
     sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64}
     model, rounded = llama(**sizes), granularity == "tensorwise"
-    convert_to_fp8(model, FP8Config(granularity=granularity, always=True, power_of_two=rounded, fused=False))
+    convert_to_fp8(model, FP8Config(scaling=RealTime(granularity, power_of_two=rounded), always=True, fused=False))
     model(input_ids=token_batch(0), labels=token_batch(0)).loss.backward()
     export(model, tmp_path / "converted", format=format)
     export(llama(**sizes), tmp_path / "plain", format=format, config=FP8Config(fused=False))
@@ -474,7 +476,7 @@ def test_buffers_keep_the_type_that_the_model_gives_them(tmp_path):
 
 
 def test_layers_that_train_in_16_bits_are_exported_so(tmp_path):
-    config = FP8Config(first_last_layers_in_16_bits=1)
+    config = FP8Config(high_precision_ends=1)
     done = export(llama(num_hidden_layers=3), tmp_path / "out", config=config)
     assert done.layers == 7
     assert len(done.kept) == 15
@@ -485,8 +487,8 @@ def test_weights_that_layers_cast_in_training_are_told_from_those_that_engines_c
     down = {f"model.layers.{number}.mlp.down_proj.weight" for number in range(2)}
     config = tiny_llama().config
     assert layout_of_config(config, FP8Config()).cast_by_layers == set()
-    assert layout_of_config(config, FP8Config(smooth_swiglu=True)).cast_by_layers == down
-    assert len(layout_of_config(config, FP8Config(granularity="rowwise")).cast_by_layers) == 14
+    assert layout_of_config(config, FP8Config(scaling="smooth-swiglu")).cast_by_layers == down
+    assert len(layout_of_config(config, FP8Config(scaling="rowwise")).cast_by_layers) == 14
     assert len(layout_of_config(phi().config, FP8Config()).cast_by_layers) == 2  # down reads 200, no multiple of 16
     config.vocab_size = 100  # which the head makes
     assert layout_of_config(config, FP8Config(vocabulary_head=True)).cast_by_layers == {"lm_head.weight"}
@@ -558,7 +560,7 @@ def test_what_cannot_be_exported_is_a_sentence_and_leaves_nothing(tmp_path, monk
     out = tmp_path / "out"
     for arguments, words in (
         ({"format": "gguf"}, "no format 'gguf'"),
-        ({"config": FP8Config(weight_format=torch.float8_e5m2, gradient_format=torch.float8_e4m3fn)}, "e5m2"),
+        ({"config": FP8Config(formats=Formats(weight=torch.float8_e5m2, gradient=torch.float8_e4m3fn))}, "e5m2"),
         ({"masters": tmp_path}, "masters go with"),
     ):
         with pytest.raises(ValueError, match=words):

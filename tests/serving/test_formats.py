@@ -7,8 +7,9 @@ import torch
 
 from fp8booster.config import FP8Config
 from fp8booster.formats import E4M3
+from fp8booster.nn.weights.casting import Casts
+from fp8booster.scaling import RealTime
 from fp8booster.serving.formats import CHECKPOINT_FORMATS, block_of, decode, granularity_of
-from fp8booster.tensor import quantize
 
 ROWS, COLUMNS = 200, 144
 SHAPES = {
@@ -30,9 +31,9 @@ def test_a_cast_has_the_bytes_of_training_and_decodes_to_their_values(device, na
     chosen = CHECKPOINT_FORMATS[name]
     weight = torch.randn(ROWS, COLUMNS, device=device).bfloat16()
     weight[:128] *= 16  # scales differ
-    config = FP8Config(granularity=chosen.granularity)
+    config = FP8Config(scaling=chosen.granularity)
     data, scale = chosen.cast(weight, power_of_two=config.power_of_two)
-    trained = quantize(weight, E4M3, scale_for=config.weight_scale_for, power_of_two=config.power_of_two)
+    trained = Casts(config).quantize_weight(weight, transposed=False)
     assert data.shape == weight.shape
     assert scale.shape == SHAPES[name]
     assert torch.equal(data.view(torch.uint8), trained.data[:ROWS, :COLUMNS].view(torch.uint8))
@@ -89,7 +90,7 @@ def test_scales_are_rounded_as_in_training_where_that_has_scales_of_this_kind(na
     chosen = CHECKPOINT_FORMATS[name]
     as_trained = granularity == chosen.granularity
     expected = asked if as_trained else chosen.granularity != "tensorwise"
-    assert chosen.power_of_two(FP8Config(granularity=granularity, power_of_two=asked)) is expected
+    assert chosen.power_of_two(FP8Config(scaling=RealTime(granularity, power_of_two=asked))) is expected
 
 
 @pytest.mark.parametrize("shape", [(128,), (128, 1)])

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoConfig, LlamaForCausalLM
 
 from fp8booster import FP8Config, FP8Linear, convert_to_fp8
+from fp8booster.config import Formats
 from fp8booster.nn import FrozenFP8Linear
 from fp8booster.serving import export, load_fp8, read
 from fp8booster.serving.formats import CHECKPOINT_FORMATS
@@ -186,10 +187,10 @@ def test_a_frozen_model_is_what_was_asked_for_but_for_its_granularity(tmp_path, 
     end = "self_attn.q_proj.weight_scale" + ("" if finer else "_inv")
     scale = stored(tmp_path / "fp8")[FIRST + end].bfloat16()
     change(tmp_path / "fp8", **{end: scale})
-    asked = FP8Config(granularity="tensorwise" if finer else "blockwise", always=True, fast_accumulation_fprop=False)
+    asked = FP8Config(scaling="tensorwise" if finer else "blockwise", always=True, fast_accumulation=())
     kept = load_fp8(tmp_path / "fp8", frozen=True, dtype=torch.float16, fp8_config=asked)
     layer = kept.model.layers[0].self_attn.q_proj
-    expected = FP8Config(granularity="rowwise" if finer else "tensorwise", always=True, fast_accumulation_fprop=False)
+    expected = FP8Config(scaling="rowwise" if finer else "tensorwise", always=True, fast_accumulation=())
     assert {each.fp8_config for each in frozen_layers(kept).values()} == {expected}
     assert torch.equal(layer.bias, model.model.layers[0].self_attn.q_proj.bias.half())
     assert torch.equal(layer.state_dict()["weight_scale_inv"].flatten(), scale.float().flatten())
@@ -201,7 +202,7 @@ def test_a_frozen_model_is_what_was_asked_for_but_for_its_granularity(tmp_path, 
 
 def test_a_configuration_of_the_folders_granularity_is_kept_whole(folder, tmp_path) -> None:
     export(folder, tmp_path / "fp8", format="tensorwise")
-    asked = FP8Config(power_of_two=True, gradient_format=torch.float8_e4m3fn)
+    asked = FP8Config(scaling="amax", formats=Formats(gradient=torch.float8_e4m3fn))
     kept = load_fp8(tmp_path / "fp8", frozen=True, fp8_config=asked)
     assert {each.fp8_config for each in frozen_layers(kept).values()} == {asked}
 

@@ -208,7 +208,7 @@ def test_experts_of_a_parameter_share_the_scale_that_training_has(tmp_path) -> N
 
 @pytest.mark.skipif(MAJOR < 5, reason="transformers 4 holds experts as linear layers")
 def test_experts_that_train_in_16_bits_are_exported_so(tmp_path) -> None:
-    exported = export(mixtral(), tmp_path / "fp8", config=FP8Config(granularity="rowwise"))
+    exported = export(mixtral(), tmp_path / "fp8", config=FP8Config(scaling="rowwise"))
     assert exported.layers == 8
     assert "model.layers.1.block_sparse_moe.experts.3.w2" in exported.kept
     settings = json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]

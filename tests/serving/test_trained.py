@@ -10,6 +10,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from fp8booster import FP8Config, export
+from fp8booster.config import WeightCopies
 from tests.colossal.models import tiny_llama
 from tests.distributed import ranks, shared_folder
 from tests.plugins.training import boost, fp8, train
@@ -26,7 +27,7 @@ def test_the_bytes_are_those_that_ranks_gathered(fused: bool, values: bool) -> N
     from fp8booster.colossal.zero.rank_files import save_master_weights
     from fp8booster.nn import FP8Layer
 
-    config = FP8Config(fused=fused, always=True, weights_in_16_bits=values)
+    config = FP8Config(fused=fused, always=True, weight_copies=WeightCopies(high_precision=values))
     run = boost(fp8(fp8_communication=True, fp8_config=config))
     train(run, steps=2)
     model = run.model.unwrap()
@@ -43,7 +44,7 @@ def test_the_bytes_are_those_that_ranks_gathered(fused: bool, values: bool) -> N
     save_master_weights(model, run.optimizer, folder / "masters")
     if values and dist.get_rank() == 0:  # before a checkpoint gathers the masters
         export(model, folder / "live", format="tensorwise")
-        others = FP8Config(fused=fused, power_of_two=True)  # other scales than training's: cast anew
+        others = FP8Config(fused=fused, scaling="amax")  # other scales than training's: cast anew
         export(model, folder / "others", format="tensorwise", config=others)
     run.booster.save_model(run.model, str(folder / "model"), shard=True, use_safetensors=True)
     dist.barrier()

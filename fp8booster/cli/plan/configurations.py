@@ -131,7 +131,9 @@ def _with_fp8(options: TrainOptions, *pairs: str) -> TrainOptions:
 
 def _no_copies(options: TrainOptions) -> TrainOptions:
     shared = options.plugin in ZERO_STAGES and options.parallel.zero_stage
-    return _with_fp8(options, "keep_weight_transposes=false", *(["weights_in_16_bits=false"] if shared else []))
+    return _with_fp8(
+        options, "weight_copies.transposes=false", *(["weight_copies.high_precision=false"] if shared else [])
+    )
 
 
 def _small_moments(options: TrainOptions) -> TrainOptions:
@@ -150,8 +152,8 @@ _SMALLER: dict[str, Callable[[TrainOptions], TrainOptions]] = {
     "no copies": _no_copies,
     "8-bit moments": _small_moments,
     "8-bit gradient sums": _small_sums,
-    "recomputed inputs": lambda options: _with_fp8(options, "recompute=all"),
-    "8-bit activations": lambda options: _with_fp8(options, "saved_activations=8-bit"),
+    "recomputed inputs": lambda options: _with_fp8(options, "activations.recompute=all"),
+    "8-bit activations": lambda options: _with_fp8(options, "activations.saved=8-bit"),
     "checkpointing": lambda options: dataclasses.replace(options, checkpointing=True),
 }
 """Changes in the order of their cost in speed, the cheapest first."""

@@ -85,8 +85,8 @@ def make_plan(options: TrainOptions, tokens: int | None, gpu: Gpu) -> list[Confi
     if not gpu.blockwise and fp8_config(options.fp8_options, options.level).granularity == "blockwise":
         able = ", ".join(name for name, each in GPUS.items() if each.blockwise)
         raise ValueError(
-            f"--fp8-option granularity=blockwise needs a Hopper GPU, which {gpu.name} is not; give --gpu {able}, or "
-            "granularity=rowwise."
+            f"--fp8-option scaling=blockwise needs a Hopper GPU, which {gpu.name} is not; give --gpu {able}, or "
+            "scaling=rowwise."
         )
     for name, value in (("plugin", options.plugin), ("sp-mode", options.sp_mode)):
         if value in NEEDS_VALUES:

@@ -41,9 +41,9 @@ _EDGE = 4.0  # how many times more often the first and last layers must be above
 _OPERANDS = ("weight", "input", "output gradient")
 _AFTER_SWIGLU = ("down_proj", "w2")
 _ABOVE = "above the limits"
-_REAL_TIME = "scaling=real-time"
-_FINER = "granularity=blockwise"
-_SMOOTH = "smooth_swiglu=true"
+_REAL_TIME = "scaling=tensorwise"
+_FINER = "scaling=blockwise"
+_SMOOTH = "scaling=smooth-swiglu"
 _LAYER = re.compile(r"\.(\d+)\.")
 
 
@@ -165,22 +165,26 @@ def advise(scales: Scales, worst: Sequence[Worst]) -> list[Advice]:
     outliers = [each for each in worst if each.role == "input" and each.layer in larger]
     why_larger = f"with outliers more than {LARGER:g} times those of other layers, and they set the scale of all values"
     config = scales.about["config"]
-    granularity = config.get("granularity", "tensorwise")
-    may_smooth = granularity == "tensorwise" and config.get("fused", True) and config.get("cuda_graphs", False) is False
+    scaling = config.get("scaling", "tensorwise")
+    may_smooth = (
+        scaling not in ("rowwise", "blockwise")
+        and config.get("fused", True)
+        and config.get("cuda_graphs", False) is False
+    )
     of_swiglu = [each for each in outliers if may_smooth and _part(each.layer) in _AFTER_SWIGLU]
     at_ends = _more_often_at_ends(worst, above)
     inner = [each for each in above if each not in at_ends]
     gradients = [each for each in inner if each.role == "output gradient"]
-    narrow = [each for each in gradients if "e5m2" not in each.format.lower() and granularity != "blockwise"]
+    narrow = [each for each in gradients if "e5m2" not in each.format.lower() and scaling != "blockwise"]
     rules = (
         (_REAL_TIME, clipped, "with clipped values, of which scales from their own amax have none"),
         (_SMOOTH, of_swiglu, why_larger),
         (_FINER, [each for each in outliers if each not in of_swiglu], why_larger),
-        ("first_last_layers_in_16_bits=1", at_ends, f"of the first and last layers {_ABOVE}"),
-        ("gradient_format=e5m2", narrow, f"{_ABOVE}, and E5M2 has a wider range"),
+        ("high_precision_ends=1", at_ends, f"of the first and last layers {_ABOVE}"),
+        ("formats.gradient=e5m2", narrow, f"{_ABOVE}, and E5M2 has a wider range"),
         (_FINER, [] if narrow else gradients, f"{_ABOVE} in the format with the widest range"),
         (_FINER, [each for each in inner if each.role in ("weight", "input") and each not in of_swiglu], _ABOVE),
-        ("saved_activations=16-bit", [each for each in lossy if each.role == SAVED], f"{_ABOVE} in codes"),
+        ("activations.saved=16-bit", [each for each in lossy if each.role == SAVED], f"{_ABOVE} in codes"),
         ("gradient_accumulation=16-bit", [each for each in lossy if each.role == SUM], f"{_ABOVE} in codes"),
     )
     advice = []
@@ -192,10 +196,13 @@ def advise(scales: Scales, worst: Sequence[Worst]) -> list[Advice]:
         )
         advice.append(Advice(None, reason))
     for option, found, why in rules:
-        if option in (_FINER, _SMOOTH) and config.get("scaling") in ("delayed", "constant"):
+        if option in (_FINER, _SMOOTH) and scaling in ("delayed", "constant"):
             option, why = _REAL_TIME, f"{why}, and {option} goes with real-time scales alone"
         name, _, value = option.partition("=")
-        new = str(config.get(name)).lower() != value
+        held: Any = config
+        for part in name.split("."):
+            held = held.get(part) if isinstance(held, dict) else None
+        new = str(held).lower() != value and not (option == _REAL_TIME and scaling == "amax")
         if found and new and all(option != each.option for each in advice):
             most = max(found, key=lambda each: each.times)
             where = f"most in the {most.role} of {most.layer}, at step {most.step}"

@@ -15,7 +15,7 @@ from torch import nn
 
 from fp8booster import FP8Config
 from fp8booster.argument_types import WORDS, is_of, types_of
-from fp8booster.config import TRAINING_ALONE
+from fp8booster.config import OBJECTS, TRAINING_ALONE
 from fp8booster.formats import E4M3, E5M2
 from fp8booster.kernels.device import require_fp8
 from fp8booster.levels import level
@@ -151,7 +151,9 @@ def build_plugin(options: TrainOptions, use_fp8: bool, network: nn.Module) -> Pl
 
 
 def fp8_config(pairs: tuple[str, ...], level_name: str | None = None) -> FP8Config:
-    """The configuration that the `--fp8-option` pairs ask for, in all else that of `--level`.
+    """Return the configuration that the `--fp8-option` pairs ask for, in all else that of `--level`.
+
+    A field of a field is written with a dot: `activations.saved=8-bit`.
 
     Raises ValueError or TypeError for a field that does not exist and for a value that is not allowed.
     """
@@ -159,8 +161,18 @@ def fp8_config(pairs: tuple[str, ...], level_name: str | None = None) -> FP8Conf
     arguments = parse_pairs(pairs, "--fp8-option")
     if "layers" in arguments:
         raise ValueError("FP8Config.layers is a function; it can be set in a script alone.")
-    _require_known(arguments, "FP8Config", fields)
-    return FP8Config(**arguments) if level_name is None else level(level_name, **arguments).config
+    plain = {name: value for name, value in arguments.items() if "." not in name}
+    if isinstance(products := plain.get("fast_accumulation"), str):
+        plain["fast_accumulation"] = tuple(products.split("+")) if products else ()
+    _require_known([name.partition(".")[0] for name in arguments], "FP8Config", fields)
+    config = FP8Config(**plain) if level_name is None else level(level_name, **plain).config
+    for name in arguments.keys() - plain.keys():
+        field, _, part = name.partition(".")
+        held = getattr(config, field)
+        parts = [each.name for each in dataclasses.fields(held)] if field in OBJECTS and held is not None else []
+        _require_known([part], f"FP8Config.{field}", parts)
+        config = dataclasses.replace(config, **{field: dataclasses.replace(held, **{part: arguments[name]})})
+    return config
 
 
 def inference_fp8_config(pairs: tuple[str, ...]) -> FP8Config:
@@ -169,7 +181,7 @@ def inference_fp8_config(pairs: tuple[str, ...]) -> FP8Config:
     Raises ValueError for a field that training alone reads, too.
     """
     for key in parse_pairs(pairs, "--fp8-option"):
-        if key in TRAINING_ALONE:
+        if {key, key.partition(".")[0]} & TRAINING_ALONE:
             raise ValueError(f"--fp8-option {key} is about training, and changes nothing here; leave it out.")
     return fp8_config(pairs)
 

@@ -190,7 +190,7 @@ class TrainOptions:
         flags=("--plugin-option",),
     )
     fp8_options: tuple[str, ...] = _option(
-        _MACHINE, "key=value for FP8Config, as granularity=rowwise", (), flags=("--fp8-option",)
+        _MACHINE, "key=value for FP8Config, as scaling=rowwise", (), flags=("--fp8-option",)
     )
     nproc: int | None = _option(
         _MACHINE, "Processes to start, when not under torchrun", rule=_PROCESSES, shown="one a GPU; without a GPU 2"

@@ -22,10 +22,9 @@ from fp8booster.colossal.temporarily import temporarily
 from fp8booster.comm import Encoding
 from fp8booster.comm.observer import observer
 from fp8booster.comm.transport import gather_bytes
-from fp8booster.config import FP8Config
 from fp8booster.nn.modules import change_class
 from fp8booster.nn.sharding import ScaleGroup
-from fp8booster.nn.weights.casting import REAL_TIME, Casts
+from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.resharded import ReshardedWeight
 from fp8booster.nn.weights.source import BackwardWeight
 from fp8booster.tensor import QuantizedMatrix
@@ -310,9 +309,7 @@ class ChunkWeight(ReshardedWeight):
         super().fill(weights, quantized, ready)
         self._parameters = weights  # those that layers give are nodes of a graph
 
-    def forward(
-        self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool, casts: Casts = REAL_TIME
-    ) -> QuantizedMatrix:
+    def forward(self, weights: Sequence[torch.Tensor], casts: Casts, *, transpose: bool) -> QuantizedMatrix:
         """As `WeightSource.forward`, without the transpose.
 
         Raises:
@@ -323,13 +320,11 @@ class ChunkWeight(ReshardedWeight):
                 "the .data of a weight was replaced, and under Gemini its values lie in a chunk; write them with "
                 "booster.load_model or the model's load_state_dict"
             )
-        return super().forward(weights, config, transpose=transpose, casts=casts)
+        return super().forward(weights, casts, transpose=transpose)
 
-    def backward(
-        self, weights: Sequence[torch.Tensor], config: FP8Config, *, casts: Casts = REAL_TIME
-    ) -> BackwardWeight:
+    def backward(self, weights: Sequence[torch.Tensor], casts: Casts) -> BackwardWeight:
         """The transpose of the weights as they are gathered then, which must be those that the forward read."""
-        changes, gathered = self._chunk.changes, super().backward(weights, config, casts=casts)
+        changes, gathered = self._chunk.changes, super().backward(weights, casts)
 
         def backward_weight() -> tuple[torch.Tensor, torch.Tensor]:
             if self._chunk.changes != changes:

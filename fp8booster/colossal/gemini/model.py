@@ -93,7 +93,7 @@ class FP8GeminiDDP(GatheringGeminiDDP):
     def __init__(self, module: nn.Module, config: FP8Config, **arguments: Any) -> None:
         self._plan = Plan(module, config, arguments["master_weights"])
         self._built_in = {parameter: parameter.dtype for parameter in module.parameters()}
-        self._encoding = Encoding(block_size=None) if config.gradient_scaling == "tensor" else Encoding()
+        self._encoding = config.messages or Encoding()
         policy, frac = arguments["placement_policy"], arguments["offload_param_frac"]
         self.offloads_weights = policy != "static" or frac > 0
         """Weights wait on the host for the next step, as their gradients do."""

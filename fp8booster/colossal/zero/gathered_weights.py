@@ -4,7 +4,7 @@ Each rank's shard of the FP32 master is cast by the scale of the whole weight (`
 gathered are what the layer multiplies by. The 16-bit working weight becomes the value of these bytes, so that whatever
 reads it sees the weight that the products used; a checkpoint gathers the masters themselves.
 
-With `FP8Config.weights_in_16_bits` off a working weight has no memory between steps. Then nothing but the layers reads
+With `WeightCopies.high_precision` off a working weight has no memory between steps. Then nothing but the layers reads
 what is gathered, and the layers wait for it by themselves: it is sent on a stream of its own, during the next forward.
 A weight that somebody reads without its layer, as Mamba does, gets its values when it is read first, and keeps them.
 
@@ -281,7 +281,9 @@ class GatheredWeights:
         if whole is None:
             flat, whole = self._memory(group.layers)
         config = group.layers[0].fp8_config
-        keeps_16_bits = config.keeps_16_bits if config.weights_in_16_bits is not None else self._copies_fit
+        keeps_16_bits = (
+            config.keeps_high_precision if config.weight_copies.high_precision is not None else self._copies_fit
+        )
         sources: list[EngineWeight] = []
         for layer in group.layers:
             ways = () if keeps_16_bits else (self.restore, partial(self._keep, layer.held_weight))

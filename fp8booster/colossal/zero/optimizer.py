@@ -119,13 +119,13 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
             id(working): group_id for group_id, group in optimizer._working_param_groups.items() for working in group
         }
         optimizer._without_norm = defaultdict(list)
-        optimizer.gradient_encoding = Encoding(block_size=None) if config.gradient_scaling == "tensor" else Encoding()
+        optimizer.gradient_encoding = config.messages or Encoding()
         optimizer.automatic_scaling = (
             AutomaticScaling(
                 max(store.world_size for store in optimizer.pg_to_grad_store.values()),
                 get_accelerator().get_current_device(),
             )
-            if config.gradient_scaling == "auto"
+            if config.messages is not None and config.messages.automatic_scaling
             else None
         )
         # Colossal-AI's flag makes the host wait for the device after each backward; here streams wait for each other

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp8booster.config import FP8Config
 from fp8booster.formats import E4M3
 from fp8booster.kernels.alignment import ALIGNMENT
 from fp8booster.kernels.device import require_fp8
@@ -57,8 +58,8 @@ def _grouped_weight(layers: Sequence[FP8Layer], experts: int, provided: bool, ca
     """
     config = layers[0].fp8_config
     if not provided:
-        return cast_experts(stack_rows([layer.held_weight for layer in layers]), experts, config, casts)
-    matrices = [layer.fp8_weight.forward([layer.held_weight], config, transpose=False) for layer in layers]
+        return cast_experts(stack_rows([layer.held_weight for layer in layers]), experts, casts)
+    matrices = [layer.fp8_weight.forward([layer.held_weight], casts, transpose=False) for layer in layers]
     parts = [matrix.data for matrix in matrices]
     if are_stacked(parts):
         data = stacked_view(parts)
@@ -76,6 +77,11 @@ def _grouped_weight(layers: Sequence[FP8Layer], experts: int, provided: bool, ca
     return GroupedWeight.of(data, transpose, torch.stack(scales).view(experts, -1))
 
 
+def _casts(config: FP8Config) -> dict[str, Casts]:
+    """Return the casts of the products of experts that compute as one."""
+    return {name: Casts.in_training(config) for name in ("gate_up", "down")}
+
+
 class GroupedExperts:
     """Experts whose products are computed as grouped ones where that is right and faster.
 
@@ -91,7 +97,8 @@ class GroupedExperts:
         self._reasons: dict[str, None] = {}
         self._gate_up: FreshCopy[GroupedWeight] = FreshCopy()
         self._down: FreshCopy[GroupedWeight] = FreshCopy()
-        self.fp8_casts = {"gate_up": Casts(), "down": Casts()}
+        config = next((layer.fp8_config for layer in gate_up_down(experts[0]) if isinstance(layer, FP8Layer)), None)
+        self.fp8_casts: dict[str, Casts] = {} if config is None else _casts(config)
 
     def __reduce__(self) -> tuple:
         return type(self), (self.experts, self._always)
@@ -142,6 +149,7 @@ class GroupedExperts:
         factors = _joined(weight_gradient_factors, tokens.device)
         layout = RowLayout.of(counts, tokens.device)
         x = permute(tokens, layout)
+        self.fp8_casts = {name: casts.under(config) for name, casts in (self.fp8_casts or _casts(config)).items()}
         for copy, layers, casts in (
             (self._gate_up, gates_ups, self.fp8_casts["gate_up"]),
             (self._down, downs, self.fp8_casts["down"]),
@@ -154,7 +162,7 @@ class GroupedExperts:
                 copy.forget()  # first, so that the allocator can give the same memory again
                 grouped = _grouped_weight(layers, len(self.experts), provided, casts)
                 quantized = copy.put(weights, (config, provided), grouped)
-            x = grouped_linear(x, weights, quantized, layout.groups, config, factors, casts=casts)
+            x = grouped_linear(x, weights, quantized, layout.groups, casts, factors)
         return unpermute(x, layout)
 
     def _why_not(self, tokens: torch.Tensor, rows: float) -> str | None:

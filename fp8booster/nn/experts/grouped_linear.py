@@ -23,14 +23,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fp8booster.config import FP8Config
 from fp8booster.formats import E4M3
 from fp8booster.kernels.grouped_product import Groups, grouped_product, summed_product
 from fp8booster.kernels.transpose import transposed
 from fp8booster.nn.autograd import once_differentiable
 from fp8booster.nn.linear.delivered_amax import delivered_amax
-from fp8booster.nn.weights.casting import OUTPUT_GRADIENT, REAL_TIME, Casts, quantize_input, quantize_weight
+from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.source import BackwardWeight
+from fp8booster.scaling import INPUT, OUTPUT_GRADIENT
 from fp8booster.tensor import QuantizedMatrix
 
 
@@ -63,16 +63,15 @@ class GroupedWeight(NamedTuple):
         return cls(data, transpose, inverse_scales, written_out.reshape(experts, -1).contiguous(), is_transposed)
 
 
-def cast_experts(weight: torch.Tensor, experts: int, config: FP8Config, casts: Casts = REAL_TIME) -> GroupedWeight:
+def cast_experts(weight: torch.Tensor, experts: int, casts: Casts) -> GroupedWeight:
     """Cast the weights of all experts under one scale.
 
     Args:
         weight: [G * N, K], BF16, FP16 or FP32; N and K are multiples of 16.
         experts: G.
-        config: scaling, and whether the transpose is made now.
-        casts: of the layers that are one product.
+        casts: of the layers that are one product; their configuration tells whether the transpose is made now.
     """
-    cast = quantize_weight(weight, config, transposed=config.keeps_transposes, casts=casts)
+    cast = casts.quantize_weight(weight, transposed=casts.config.keeps_transposes)
     return under_one_scale(cast, experts)
 
 
@@ -92,10 +91,9 @@ def grouped_linear(
     weights: Sequence[torch.Tensor],
     w: GroupedWeight,
     groups: Groups,
-    config: FP8Config,
+    casts: Casts,
     weight_gradient_factors: torch.Tensor | float = 1.0,
     backward_weight: BackwardWeight | None = None,
-    casts: Casts = REAL_TIME,
 ) -> torch.Tensor:
     """Each expert's linear layers on its rows.
 
@@ -105,17 +103,16 @@ def grouped_linear(
             gradients, and their values are not read.
         w: their FP8 copy.
         groups: of the M rows. Those that pad a group must be zeros, and get gradients of zeros.
-        config: accumulation and scaling; formats are E4M3.
+        casts: of the layers that are one product; formats are E4M3.
         weight_gradient_factors: multiply the gradients of the weights, not of the input: a number or float32 [G].
         backward_weight: backward asks it for the transpose in `w`, and holds none itself.
-        casts: of the layers that are one product.
 
     Returns:
         [M, N] BF16.
     """
     for_weight = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
-    x = quantize_input(input, config, transposed=for_weight, amax=delivered_amax(input), casts=casts)
-    return _GroupedLinear.apply(input, x, w, groups, config, weight_gradient_factors, backward_weight, casts, *weights)
+    x = casts.quantize(INPUT, input, transposed=for_weight, amax=delivered_amax(input))
+    return _GroupedLinear.apply(input, x, w, groups, casts, weight_gradient_factors, backward_weight, *weights)
 
 
 def _by_expert(matrix: torch.Tensor, experts: int, stacked_by_rows: bool) -> torch.Tensor:
@@ -133,13 +130,12 @@ class _GroupedLinear(torch.autograd.Function):
         x: QuantizedMatrix,
         w: GroupedWeight,
         groups: Groups,
-        config: FP8Config,
+        casts: Casts,
         weight_gradient_factors: torch.Tensor | float,
         backward_weight: BackwardWeight | None,
-        casts: Casts,
         *weights: torch.Tensor,
     ) -> torch.Tensor:
-        for_input, for_weight = ctx.needs_input_grad[0], any(ctx.needs_input_grad[8:])
+        for_input, for_weight = ctx.needs_input_grad[0], any(ctx.needs_input_grad[7:])
         late = not w.transpose.numel()
         ctx.save_for_backward(
             x.transpose if for_weight else None,
@@ -147,7 +143,7 @@ class _GroupedLinear(torch.autograd.Function):
             (w.data if late else w.transpose) if for_input and backward_weight is None else None,
             w.inverse_scales,
         )
-        ctx.groups, ctx.config, ctx.casts, ctx.late, ctx.factors = groups, config, casts, late, weight_gradient_factors
+        ctx.groups, ctx.casts, ctx.late, ctx.factors = groups, casts, late, weight_gradient_factors
         ctx.for_input, ctx.backward_weight, ctx.is_transposed = for_input, backward_weight, w.is_transposed
         ctx.shapes = [weight.shape for weight in weights]
         return grouped_product(
@@ -156,19 +152,18 @@ class _GroupedLinear(torch.autograd.Function):
             x.inverse_scale,
             w.fprop_scales,
             groups,
-            fast_accumulation=config.fast_accumulation_fprop,
-            emulate=config.emulate,
+            **casts.config.product_options["fprop"],
         )
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:  # [M, N]
         x8_transpose, x_inverse_scale, w8, w_inverse_scales = ctx.saved_tensors
-        config, groups = ctx.config, ctx.groups
+        options, groups = ctx.casts.config.product_options, ctx.groups
         for_input, for_weight = ctx.for_input, x8_transpose is not None
         amax = delivered_amax(gradient)
         dy = ctx.casts.quantize(
-            OUTPUT_GRADIENT, config, gradient, E4M3, plain=for_input, transposed=for_weight, amax=amax
+            OUTPUT_GRADIENT, gradient, plain=for_input, transposed=for_weight, amax=amax, dtype=E4M3
         )
         dx: torch.Tensor | None = None
         dw: Sequence[torch.Tensor | None] = (None,) * len(ctx.shapes)
@@ -178,23 +173,15 @@ class _GroupedLinear(torch.autograd.Function):
             elif ctx.late:
                 w8 = transposed(w8)
             transposes = _by_expert(w8, len(w_inverse_scales), ctx.is_transposed)
-            dx = _dgrad(dy, transposes, w_inverse_scales, groups, config)
+            dx = _dgrad(dy, transposes, w_inverse_scales, groups, options["dgrad"])
         if for_weight:
             outputs, inputs = (dy.transpose, dy.inverse_scale), (x8_transpose, x_inverse_scale)
             (rows, scale_of_rows), (columns, scale) = (inputs, outputs) if ctx.is_transposed else (outputs, inputs)
             scales = scale_of_rows.expand(len(groups.rows))
-            whole = summed_product(
-                rows,
-                columns,
-                scales * ctx.factors,
-                scale,
-                groups,
-                fast_accumulation=config.fast_accumulation_wgrad,
-                emulate=config.emulate,
-            )
+            whole = summed_product(rows, columns, scales * ctx.factors, scale, groups, **options["wgrad"])
             parts = whole.view(-1, whole.shape[2]).split([shape[:-1].numel() for shape in ctx.shapes])
             dw = [part.view(shape) for part, shape in zip(parts, ctx.shapes, strict=True)]
-        return dx, *(None,) * 7, *dw
+        return dx, *(None,) * 6, *dw
 
 
 def _dgrad(
@@ -202,7 +189,7 @@ def _dgrad(
     transposes: torch.Tensor,  # [G, K, N]
     inverse_scales: torch.Tensor,  # [G, P]
     groups: Groups,
-    config: FP8Config,
+    options: dict[str, bool],
 ) -> torch.Tensor:  # [M, K]
     experts, layers = inverse_scales.shape
     inputs = transposes.shape[1]
@@ -216,8 +203,7 @@ def _dgrad(
             dy.inverse_scale,
             inverse_scales[:, layer, None].expand(experts, inputs).contiguous(),
             groups,
-            fast_accumulation=config.fast_accumulation_dgrad,
-            emulate=config.emulate,
+            **options,
         )
         for layer in range(layers)
     )

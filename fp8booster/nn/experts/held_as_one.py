@@ -32,7 +32,7 @@ from fp8booster.nn.fused.trials import gates_by_activation
 from fp8booster.nn.linear.speed_model import computes_in_fp8
 from fp8booster.nn.modules import change_class, mixed_class
 from fp8booster.nn.weights.cached import CachedWeight
-from fp8booster.nn.weights.casting import REAL_TIME, Casts
+from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.freshness import is_captured, look_again
 from fp8booster.nn.weights.resharded import ReshardedWeight
 from fp8booster.nn.weights.source import WeightSource
@@ -126,7 +126,7 @@ class FP8Experts(nn.Module):
     def _start_fp8(self, config: FP8Config) -> None:
         self.fp8_config = config
         self.fp8_weights = {name: CachedWeight(self.is_transposed) for name in _names(self)}
-        self.fp8_casts = {name: Casts() for name in self.fp8_weights}
+        self.fp8_casts = {name: Casts.in_training(config) for name in self.fp8_weights}
         self._fp8_ran = False
         self._fp8_reasons: dict[str, None] = {}
 
@@ -149,7 +149,7 @@ class FP8Experts(nn.Module):
         if self.in_fp8 and self.fp8_config.emulate:
             notes.append("emulated in FP32")
         if self.in_fp8:
-            notes += self.fp8_weights[_DOWN].notes_of_scaling(self.fp8_config)
+            notes += self.fp8_weights[_DOWN].notes_of_scaling(self.fp8_casts[_DOWN])
         if self._fp8_reasons:
             calls = "not in FP8 for some calls: " if self._fp8_ran else ""
             notes.append(calls + ", ".join(self._fp8_reasons))
@@ -246,12 +246,11 @@ class FP8Experts(nn.Module):
 
     def _product(self, name: str, x: torch.Tensor, groups: Groups, biased: torch.Tensor | None) -> torch.Tensor:
         """The product of all experts' rows by one parameter, [M, N]; `biased` is of `_where_biased`."""
-        weight, source, config = getattr(self, name), self.fp8_weights[name], self.fp8_config
-        casts = self.fp8_casts[name] if self.training else REAL_TIME
-        cast = source.for_call(weight, config, x, training=self.training, casts=casts)
+        weight, source, casts = getattr(self, name), self.fp8_weights[name], self.fp8_casts[name]
+        casts = casts if self.training else casts.evaluation
+        cast = source.for_call(weight, casts, x)
         w = under_one_scale(cast, len(weight), self.is_transposed)
-        backward_weight = source.backward([weight], config, casts=casts)
-        y = grouped_linear(x, [weight], w, groups, config, backward_weight=backward_weight, casts=casts)
+        y = grouped_linear(x, [weight], w, groups, casts, backward_weight=source.backward([weight], casts))
         if biased is None:
             return y
         return torch.addmm(y, biased, getattr(self, f"{name}_bias").to(y.dtype))

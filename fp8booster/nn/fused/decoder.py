@@ -39,7 +39,8 @@ from fp8booster.nn.fused.self_attention import FusedAttention, LatentAttention, 
 from fp8booster.nn.fused.trials import is_gated, norm_of
 from fp8booster.nn.linear.layer import FP8Layer, config_around, without_adapter
 from fp8booster.nn.modules import change_class, mixed_class, run_with
-from fp8booster.nn.weights.channels import ChannelCasts
+from fp8booster.nn.weights.casting import Casts
+from fp8booster.scaling.smooth_swiglu import ChannelFactors, SmoothSwiGLU
 
 
 class FusedDecoderLayer(nn.Module):
@@ -109,15 +110,15 @@ def _smooth(model: nn.Module) -> None:
     """Give layers that read SwiGLU's output casts by channel, where their configuration asks for it."""
     asked = smoothed = False
     for module in model.modules():
-        asked |= isinstance(module, FP8Layer) and module.fp8_config.smooth_swiglu
+        asked |= isinstance(module, FP8Layer) and isinstance(module.fp8_config.scaling, SmoothSwiGLU)
         if not (isinstance(module, FusedGatedMLP) and module.kind == "silu"):
             continue
         output = getattr(module, module.part.output)
-        if isinstance(output, FP8Layer) and output.fp8_config.smooth_swiglu:
-            output.fp8_casts, smoothed = ChannelCasts(), True
+        if isinstance(output, FP8Layer) and isinstance(output.fp8_config.scaling, SmoothSwiGLU):
+            output.fp8_casts, smoothed = Casts(output.fp8_config, ChannelFactors), True
     if asked and not smoothed:
         warnings.warn(
-            "FP8Config.smooth_swiglu has no effect: no fused feed-forward block has SwiGLU before a layer in FP8; "
+            'FP8Config(scaling="smooth-swiglu") has no effect: no fused feed-forward block has SwiGLU before a layer in FP8; '
             "leave it out",
             stacklevel=3,
         )

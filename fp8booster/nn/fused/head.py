@@ -21,7 +21,7 @@ from fp8booster.nn.linear.layer import FP8Layer, held_weight
 from fp8booster.nn.linear.linear import FP8Linear
 from fp8booster.nn.linear.speed_model import computes_in_fp8
 from fp8booster.nn.modules import has_hooks
-from fp8booster.nn.weights.casting import REAL_TIME, Casts
+from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.freshness import reusable
 from fp8booster.tensor import QuantizedMatrix
 
@@ -95,8 +95,8 @@ def _whole_head_loss(head: nn.Linear, hidden: torch.Tensor, targets: torch.Tenso
         in_fp8 = always or computes_in_fp8(config, tokens, *head.product_features, hidden.device)
         head.in_fp8[tokens] = in_fp8
         if in_fp8:
-            casts = head.fp8_casts if head.training else REAL_TIME
-            fp8 |= {"config": config, "casts": casts}
+            casts = head.fp8_casts if head.training else head.fp8_casts.evaluation
+            fp8["casts"] = casts
             if reusable(hidden, held_weight(head)):
                 fp8["quantized_weight"] = _with_transpose(head, casts)
     return linear_cross_entropy(
@@ -111,9 +111,9 @@ def _whole_head_loss(head: nn.Linear, hidden: torch.Tensor, targets: torch.Tenso
 
 def _with_transpose(head: FP8Layer, casts: Casts) -> QuantizedMatrix:
     """The head's FP8 weight in both layouts, wherever it keeps them."""
-    weight, config = head.held_weight, head.fp8_config
-    quantized = head.fp8_weight.forward([weight], config, transpose=True, casts=casts)
-    backward_weight = head.fp8_weight.backward([weight], config, casts=casts)
+    weight = head.held_weight
+    quantized = head.fp8_weight.forward([weight], casts, transpose=True)
+    backward_weight = head.fp8_weight.backward([weight], casts)
     if quantized.transpose.numel():
         return quantized
     if backward_weight is None:

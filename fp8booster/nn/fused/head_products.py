@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from fp8booster.config import FP8Config
 from fp8booster.kernels.alignment import aligned
 from fp8booster.kernels.product import product
-from fp8booster.nn.weights.casting import OUTPUT_GRADIENT, REAL_TIME, Casts, quantize_input
+from fp8booster.nn.weights.casting import Casts
+from fp8booster.scaling import INPUT, OUTPUT_GRADIENT
 from fp8booster.tensor import QuantizedMatrix
 
 
@@ -81,9 +81,8 @@ class FP8HeadProducts:
         weight: the FP8 weight with its transpose.
         shape: (V, K).
         bias, wanted, sum_dtype: as in `HeadProducts`.
-        config: formats, scales and accumulation.
+        casts: the head's, with its configuration.
         hidden_amax: of all hidden states, if it is known, as `kernels.cast.cast` takes it; None finds each chunk's.
-        casts: the head's.
     """
 
     def __init__(
@@ -93,20 +92,17 @@ class FP8HeadProducts:
         bias: torch.Tensor | None,
         wanted: tuple[bool, bool],
         sum_dtype: torch.dtype,
-        config: FP8Config,
+        casts: Casts,
         hidden_amax: torch.Tensor | None = None,
-        casts: Casts = REAL_TIME,
     ) -> None:
         self._w, self._shape, self._wanted, self._sum_dtype = weight, shape, wanted, sum_dtype
-        self._config, self._hidden_amax, self._casts = config, hidden_amax, casts
+        self._casts, self._hidden_amax = casts, hidden_amax
         padding = weight.data.shape[0] - shape[0]
         self._bias = None if bias is None else F.pad(bias, (0, padding))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The chunk's logits, [m, V]."""
-        x = self._x = quantize_input(
-            hidden, self._config, transposed=self._wanted[1], amax=self._hidden_amax, casts=self._casts
-        )
+        x = self._x = self._casts.quantize(INPUT, hidden, transposed=self._wanted[1], amax=self._hidden_amax)
         logits = product(
             x.data,
             self._w.data,
@@ -114,8 +110,7 @@ class FP8HeadProducts:
             self._w.inverse_scale,
             out_dtype=hidden.dtype,
             bias=self._bias,
-            fast_accumulation=self._config.fast_accumulation_fprop,
-            emulate=self._config.emulate,
+            **self._casts.config.product_options["fprop"],
         )
         return logits[: hidden.shape[0], : self._shape[0]]
 
@@ -124,9 +119,8 @@ class FP8HeadProducts:
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """As `HeadProducts.gradients`."""
         for_hidden, for_weight = self._wanted
-        x, w, config = self._x, self._w, self._config
-        dtype, layouts = config.gradient_format, {"plain": for_hidden, "transposed": for_weight}
-        dy = self._casts.quantize(OUTPUT_GRADIENT, config, gradient, dtype, amax=amax, **layouts)
+        x, w, options = self._x, self._w, self._casts.config.product_options
+        dy = self._casts.quantize(OUTPUT_GRADIENT, gradient, plain=for_hidden, transposed=for_weight, amax=amax)
         dx = None
         if for_weight:
             dw = product(
@@ -135,8 +129,7 @@ class FP8HeadProducts:
                 dy.scale_of_transpose(),
                 x.scale_of_transpose(),
                 out_dtype=self._sum_dtype,
-                fast_accumulation=config.fast_accumulation_wgrad,
-                emulate=config.emulate,
+                **options["wgrad"],
             )
             dw = dw[: self._shape[0], : self._shape[1]]
             total = dw.contiguous() if total is None else total.add_(dw)
@@ -147,8 +140,7 @@ class FP8HeadProducts:
                 dy.inverse_scale,
                 w.scale_of_transpose(),
                 out_dtype=hidden.dtype,
-                fast_accumulation=config.fast_accumulation_dgrad,
-                emulate=config.emulate,
+                **options["dgrad"],
             )
             dx = dx[: hidden.shape[0], : self._shape[1]]
         return dx, total

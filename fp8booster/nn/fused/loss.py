@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fp8booster.config import FP8Config
 from fp8booster.kernels.alignment import aligned
 from fp8booster.kernels.cross_entropy import multiply_
 from fp8booster.kernels.device import require_fp8
@@ -27,7 +26,7 @@ from fp8booster.nn.fused.head_products import FP8HeadProducts, HeadProducts
 from fp8booster.nn.fused.vocabulary import VocabularyPart
 from fp8booster.nn.linear.delivered_amax import delivered_amax
 from fp8booster.nn.linear.functional import check_operands
-from fp8booster.nn.weights.casting import REAL_TIME, Casts, quantize_weight
+from fp8booster.nn.weights.casting import Casts
 from fp8booster.tensor import QuantizedMatrix
 
 CHUNK_BYTES = 512 * 2**20
@@ -173,14 +172,13 @@ def linear_cross_entropy(
     reduction: str = "mean",
     scale: float = 1.0,
     cap: float | None = None,
-    config: FP8Config | None = None,
+    casts: Casts | None = None,
     quantized_weight: QuantizedMatrix | None = None,
-    casts: Casts = REAL_TIME,
     vocabulary: VocabularyPart | None = None,
 ) -> torch.Tensor:
     """`F.cross_entropy(F.linear(hidden, weight, bias).float(), targets)` with one chunk's logits alive at a time.
 
-    Memory: the logits of `chunk_tokens` tokens in the dtype of `hidden` (or autocast's), with `config` as much again
+    Memory: the logits of `chunk_tokens` tokens in the dtype of `hidden` (or autocast's), with `casts` as much again
     for the FP8 copies of their gradient; then, from forward to backward, the gradients of hidden states, weight and
     bias. Where gradients are not recorded, the logits alone. The first backward pass gives the gradients away; a second
     one over the same loss is refused. Compiled code leaves its graph for it.
@@ -196,9 +194,8 @@ def linear_cross_entropy(
             gradient up in FP32, in memory of its own.
         reduction: "mean" over the tokens that count (NaN where there are none, as in torch), or "sum".
         scale, cap: positive; what the loss reads is scale * logits, or cap * tanh(scale * logits / cap).
-        config: compute the head's three products in FP8; None computes them in the dtype of `hidden`.
-        quantized_weight: with `config`, the FP8 weight and its transpose, if they are there already.
-        casts: with `config`, the head's.
+        casts: compute the head's three products in FP8 with these; None computes them in the dtype of `hidden`.
+        quantized_weight: with `casts`, the FP8 weight and its transpose, if they are there already.
         vocabulary: which tokens the weight's rows are, where some are padding or other ranks hold the rest; None where
             each is a token. The ranks of its group call this with the same hidden states and targets. Each gets the
             whole loss, the gradients of its own rows, and its own part of the hidden states' gradient, which is the sum
@@ -214,8 +211,8 @@ def linear_cross_entropy(
     """
     if torch.compiler.is_compiling():  # no decorator: the compiler takes seconds to import
         options: dict[str, Any] = {"bias": bias, "ignore_index": ignore_index, "chunk_tokens": chunk_tokens}
-        options |= {"reduction": reduction, "scale": scale, "cap": cap, "config": config}
-        options |= {"quantized_weight": quantized_weight, "casts": casts, "vocabulary": vocabulary}
+        options |= {"reduction": reduction, "scale": scale, "cap": cap, "casts": casts}
+        options |= {"quantized_weight": quantized_weight, "vocabulary": vocabulary}
         return torch.compiler.disable(linear_cross_entropy)(hidden, weight, targets, **options)
     if vocabulary is None:
         vocabulary = VocabularyPart(tokens=weight.shape[0], columns=weight.shape[0])
@@ -246,23 +243,16 @@ def linear_cross_entropy(
     with torch.no_grad(), torch.autocast(device, enabled=False):
         head_bias = None if bias is None else bias.to(dtype)
         products: HeadProducts | FP8HeadProducts
-        if config is None:
+        if casts is None:
             products = HeadProducts(weight.to(dtype), head_bias, wanted[:2], sum_dtype)
         else:
-            require_fp8(hidden.device, config.emulate, config.granularity)
+            require_fp8(hidden.device, casts.config.emulate, casts.scaling.granularity)
             if quantized_weight is None:
-                quantized_weight = quantize_weight(weight, config, transposed=wanted[0], casts=casts)
+                quantized_weight = casts.quantize_weight(weight, transposed=wanted[0])
             elif wanted[0] and not quantized_weight.transpose.numel():
                 raise ValueError("quantized_weight has no transpose, which the gradient of hidden needs")
             products = FP8HeadProducts(
-                quantized_weight,
-                (rows, features),
-                head_bias,
-                wanted[:2],
-                sum_dtype,
-                config,
-                delivered_amax(hidden),
-                casts,
+                quantized_weight, (rows, features), head_bias, wanted[:2], sum_dtype, casts, delivered_amax(hidden)
             )
     how = _How(products, vocabulary, dtype, ignore_index, chunk, reduction == "mean", scale, cap, wanted)
     with torch.autocast(device, enabled=False):

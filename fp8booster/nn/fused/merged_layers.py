@@ -131,7 +131,7 @@ class MergedLayers(Merged):
         super().__init__(layers)
         self._reasons: dict[str, None] = {}
         self.fp8_weight = CachedWeight()
-        self.fp8_casts = Casts()
+        self.fp8_casts = Casts.in_training(layers[0].fp8_config)
 
     @property
     def why_not_merged(self) -> str | None:
@@ -181,7 +181,8 @@ class MergedLayers(Merged):
 
     def _product(self, input: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
         first = self.layers[0]
-        config, exchange, casts = first.fp8_config, first.fp8_exchange(), self.fp8_casts
+        config, exchange = first.fp8_config, first.fp8_exchange()
+        casts = self.fp8_casts = self.fp8_casts.under(config)
         rows = input.numel() // input.shape[-1] * exchange.growth
         outputs, for_weight = 0, False
         for weight in weights:
@@ -200,15 +201,12 @@ class MergedLayers(Merged):
             input,
             weights,
             self._bias(),
-            share_input(
-                input, config, reader=self, transposed=for_weight and recipe is None, exchange=exchange, casts=casts
-            ),
-            self.fp8_weight.forward(weights, config, transpose=config.keeps_transposes, casts=casts),
-            config,
+            share_input(input, casts, reader=self, transposed=for_weight and recipe is None, exchange=exchange),
+            self.fp8_weight.forward(weights, casts, transpose=config.keeps_transposes),
+            casts,
             defer=self._defer(),
             exchange=exchange,
-            backward_weight=self.fp8_weight.backward(weights, config, casts=casts),
-            casts=casts,
+            backward_weight=self.fp8_weight.backward(weights, casts),
             recipe=recipe,
         )
 

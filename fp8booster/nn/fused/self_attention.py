@@ -119,7 +119,7 @@ class FusedAttention(MergedAttention):
         heads = self.after_attention(attended.transpose(1, 2)).flatten(2)
         recast_by = self.recast_by if torch.is_grad_enabled() else None
         if recast_by is not None and heads.data_ptr() == attended.data_ptr():  # of a copy attention saves nothing
-            deliver_as_saved(heads, one_scale=recast_by.scale_for == "tensor")
+            deliver_as_saved(heads, one_scale=recast_by.granularity == "tensorwise")
         output = getattr(self, self.part.output)(heads)
         return (output, None, cache)[: self.form.outputs]
 

@@ -171,8 +171,8 @@ class LayerGraphs:
         for module in self._modules:
             if "experts" in module._modules:
                 return "the host must know how many tokens an expert gets"
-            if isinstance(module, FP8Layer) and module.fp8_config.remembers_amaxes:
-                return f"{module.fp8_config.scaling} scales, of which a graph cannot tell when a step begins"
+            if isinstance(module, FP8Layer) and not module.fp8_config.scaling.is_captured:
+                return f"{module.fp8_config.scaling.name} scales, of which a graph cannot tell when a step begins"
             if module is not layer and is_looked_at(module):  # the layer's own hooks run around its forward
                 return "hooks of a module inside must run"
         return self._why_parameters

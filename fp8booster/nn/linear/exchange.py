@@ -6,9 +6,9 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-from fp8booster.config import FP8Config
 from fp8booster.nn.linear.delivered_amax import delivered_amax
-from fp8booster.nn.weights.casting import INPUT, OUTPUT_GRADIENT, REAL_TIME, Casts
+from fp8booster.nn.weights.casting import Casts
+from fp8booster.scaling import INPUT, OUTPUT_GRADIENT
 from fp8booster.tensor import QuantizedMatrix
 
 
@@ -29,23 +29,20 @@ class Exchange:
         """Shape of the input as the products read it."""
         return tuple(input_shape)
 
-    def input(
-        self, input: torch.Tensor, config: FP8Config, *, transposed: bool, casts: Casts = REAL_TIME
-    ) -> QuantizedMatrix:
-        """The FP8 input that the products read."""
-        amax = delivered_amax(input)
-        return casts.quantize(INPUT, config, input, config.input_format, transposed=transposed, amax=amax)
+    def input(self, input: torch.Tensor, casts: Casts, *, transposed: bool) -> QuantizedMatrix:
+        """Return the FP8 input that the products read."""
+        return casts.quantize(INPUT, input, transposed=transposed, amax=delivered_amax(input))
 
     def output(self, output: torch.Tensor) -> torch.Tensor:
         """The layer's output, from that of fprop, which nothing else holds."""
         return output
 
     def output_gradient(
-        self, gradient: torch.Tensor, config: FP8Config, *, plain: bool, transposed: bool, casts: Casts = REAL_TIME
+        self, gradient: torch.Tensor, casts: Casts, *, plain: bool, transposed: bool
     ) -> QuantizedMatrix:
-        """The FP8 gradient of fprop's output, from that of the layer's."""
-        dtype, amax = config.gradient_format, delivered_amax(gradient)
-        return casts.quantize(OUTPUT_GRADIENT, config, gradient, dtype, plain=plain, transposed=transposed, amax=amax)
+        """Return the FP8 gradient of fprop's output, from that of the layer's."""
+        amax = delivered_amax(gradient)
+        return casts.quantize(OUTPUT_GRADIENT, gradient, plain=plain, transposed=transposed, amax=amax)
 
     def input_gradient(self, gradient: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Begin to make the gradient of the layer's input from that of what fprop read, which nothing else holds.

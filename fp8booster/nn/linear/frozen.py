@@ -27,11 +27,11 @@ from fp8booster.nn.linear.saving import guard_save_pretrained
 from fp8booster.nn.linear.shared_input import share_input
 from fp8booster.nn.linear.speed_model import TokenCounts
 from fp8booster.nn.modules import change_class
-from fp8booster.nn.weights.casting import INPUT, WEIGHT, Casts
+from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.freshness import reusable
 from fp8booster.nn.weights.frozen import FrozenWeight
-from fp8booster.nn.weights.history import constant_amax
 from fp8booster.nn.weights.stacking import as_matrix
+from fp8booster.scaling import INPUT, WEIGHT
 from fp8booster.tensor import QuantizedMatrix, stored_scale
 
 SCALE = "weight_scale_inv"
@@ -45,13 +45,6 @@ before_decoding: list[Callable[[], object]] = []
 
 _KEEP_TYPES = ("fp8_inverse_scale", INPUT_AMAX)
 """Parameters of float32, whatever the model's dtype becomes."""
-
-
-class FrozenCasts(Casts):
-    """Casts by the amaxes of tensors as they are, or by those that are given: nothing is learned of steps."""
-
-    def __init__(self) -> None:
-        super().__init__(remembers=False)
 
 
 class FrozenLayer(FP8Layer):
@@ -92,7 +85,7 @@ class FrozenLayer(FP8Layer):
     def revert(self) -> None:
         """Turn the layer into what it was, in place, its weight of the values that it has."""
         weight = nn.Parameter(self.weight, requires_grad=False)
-        for name in (*_KEEP_TYPES, "fp8_data", "fp8_config", "fp8_casts", "in_fp8", "weight_dtype", "fp8_shape"):
+        for name in (*_KEEP_TYPES, "fp8_data", "fp8_casts", "in_fp8", "weight_dtype", "fp8_shape"):
             delattr(self, name)
         change_class(self, self.original)
         self.register_parameter("weight", weight)
@@ -114,9 +107,7 @@ class FrozenLayer(FP8Layer):
             ValueError: the scales are finer than one a tensor.
         """
         if self.fp8_config.finer_scales:
-            raise ValueError(
-                f'inputs with {self.fp8_config.finer_scales} have no one amax; use granularity="tensorwise"'
-            )
+            raise ValueError(f'inputs with {self.fp8_config.finer_scales} have no one amax; use scaling="tensorwise"')
         self._keep(input_amax=amax)
 
     def _keep(self, **made: torch.Tensor) -> None:
@@ -170,7 +161,7 @@ class FrozenLayer(FP8Layer):
         if input.numel() == 0:  # as of an expert without tokens, whatever dtype the others have
             return F.linear(input, stand_in, None if bias is None else bias.to(input.dtype))
         x = self.cast_input(input)
-        return linear_from_quantized(input, stand_in, bias, x, self.quantized, self.fp8_config, casts=self.fp8_casts)
+        return linear_from_quantized(input, stand_in, bias, x, self.quantized, self.fp8_casts)
 
     def cast_input(self, input: torch.Tensor) -> QuantizedMatrix:
         """What fprop reads of an input that is not empty; layers of one input share it."""
@@ -181,21 +172,28 @@ class FrozenLayer(FP8Layer):
         if again:
             self.in_fp8[rows] = True
         if self.input_amax is not None:
-            return self.fp8_casts.quantize(INPUT, config, input, config.input_format, amax=self.input_amax)
+            return self.fp8_casts.quantize(INPUT, input, amax=self.input_amax)
         if again:
-            return share_input(input, config, reader=self, transposed=False, casts=self.fp8_casts)
-        return NO_EXCHANGE.input(input, config, transposed=False, casts=self.fp8_casts)
+            return share_input(input, self.fp8_casts, reader=self, transposed=False)
+        return NO_EXCHANGE.input(input, self.fp8_casts, transposed=False)
+
+    @property
+    def _has_fixed_scales(self) -> bool:
+        """Tell whether the configuration gives the scales, whatever the tensors are."""
+        return self.fp8_config.scaling.fixed_amax(INPUT, self.fp8_config.input_format) is not None
 
     def fp8_notes(self) -> str:
         """As `FP8Layer.fp8_notes`."""
         notes = ["weight kept in FP8 alone"]
-        if self.input_amax is not None and self.fp8_config.scaling != "constant":
+        if self.input_amax is not None and not self._has_fixed_scales:
             notes.append("calibrated scales of inputs")
+        if self._has_fixed_scales:
+            notes.append(f"{self.fp8_config.scaling.name} scales")
         return "; ".join(filter(None, (*notes, super().fp8_notes())))
 
     def _start_frozen(self, config: FP8Config, dtype: torch.dtype) -> None:
-        self.fp8_config, self.weight_dtype = config, dtype
-        self.fp8_casts, self.in_fp8 = FrozenCasts(), TokenCounts()
+        self.weight_dtype = dtype
+        self.fp8_casts, self.in_fp8 = Casts(config), TokenCounts()
         self._forget_uses()
         self.register_parameter("input_amax", None)
         _guard_saves()
@@ -213,13 +211,16 @@ class FrozenLayer(FP8Layer):
         config = self.fp8_config
         if config.finer_scales:
             amax = None
-        if config.scaling == "constant":
-            amax = _constant_amax(config, config.weight_format, matrix.device)
-            self.scale_inputs_by(_constant_amax(config, config.input_format, matrix.device))
+        if self._has_fixed_scales:
+            amax, of_inputs = (
+                torch.tensor(config.scaling.fixed_amax(role, config.format_of[role]), device=matrix.device)
+                for role in (WEIGHT, INPUT)
+            )
+            self.scale_inputs_by(of_inputs)
         if matrix.is_meta:
             self.hold(_nothing(shape, config, matrix.device), shape)
         else:
-            self.hold(self.fp8_casts.quantize(WEIGHT, config, matrix, config.weight_format, amax=amax), shape)
+            self.hold(self.fp8_casts.quantize(WEIGHT, matrix, amax=amax), shape)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FrozenLayer:
         kept = {id(self._parameters[name]) for name in _KEEP_TYPES}
@@ -256,7 +257,7 @@ class FrozenLayer(FP8Layer):
         rest = {name: value for name, value in state_dict.items() if name not in names}
         # what is there now stands for what is missing: the keys below are none of a state dict
         there = {prefix + "fp8_data": self.fp8_data, prefix + "fp8_inverse_scale": self.fp8_inverse_scale}
-        if self.fp8_config.scaling == "constant" and self.input_amax is not None:
+        if self._has_fixed_scales and self.input_amax is not None:
             rest.setdefault(prefix + INPUT_AMAX, self.input_amax)  # which the configuration gives
         amax = state_dict.get(prefix + "input_amax")
         if amax is not None and self.input_amax is None:
@@ -339,11 +340,6 @@ class FrozenFP8Linear(FrozenLayer, FP8Linear):
         self._start_frozen(FP8Config() if config is None else config, zeros.dtype)
         shape = (out_features, in_features)
         self.hold(_nothing(shape, self.fp8_config, zeros.device), shape)
-
-
-def _constant_amax(config: FP8Config, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the amax of constant scales of a format, float32 []."""
-    return torch.tensor(constant_amax(config, dtype), dtype=torch.float32, device=device)
 
 
 def _nothing(shape: tuple[int, int], config: FP8Config, device: torch.device) -> QuantizedMatrix:

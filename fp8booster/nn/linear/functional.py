@@ -29,8 +29,9 @@ from fp8booster.kernels.product import product
 from fp8booster.nn.autograd import once_differentiable
 from fp8booster.nn.linear.exchange import NO_EXCHANGE, Exchange
 from fp8booster.nn.linear.recompute import Recipe
-from fp8booster.nn.weights.casting import INPUT, REAL_TIME, Casts, quantize_input, quantize_weight
+from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.source import BackwardWeight, transposed_in_backward
+from fp8booster.scaling import INPUT
 from fp8booster.tensor import QuantizedMatrix
 
 DEFAULT_CONFIG = FP8Config()
@@ -50,12 +51,13 @@ class _How:
     """How many there are, stacked by rows."""
 
     out_dtype: torch.dtype
-    config: FP8Config
+    casts: Casts
+    """Of the layer, with its configuration."""
+
     defer: Defer | None
     exchange: Exchange
     weight_is_transposed: bool
     backward_weight: BackwardWeight | None
-    casts: Casts
     recipe: Recipe | None
     """What makes x again; None: backward finds its FP8 transpose."""
 
@@ -91,13 +93,13 @@ class _Linear(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         outputs = ctx.weight_shape[1 if how.weight_is_transposed else 0]
         ctx.shape = how.exchange.shape(input.shape)
-        return _fprop(x, w, bias, outputs, ctx.shape, how.out_dtype, how.config, how.exchange)
+        return _fprop(x, w, bias, outputs, ctx.shape, how.out_dtype, how.casts.config, how.exchange)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:  # [..., N]
         w_transpose, w_scale, *source = ctx.saved_tensors
-        how, config = ctx.how, ctx.how.config
+        how, config = ctx.how, ctx.how.casts.config
         for_input, for_bias = ctx.needs_input_grad[:2]
         for_weight = any(ctx.needs_input_grad[_WEIGHTS : _WEIGHTS + how.weights])
         dx = db = None
@@ -106,9 +108,7 @@ class _Linear(torch.autograd.Function):
             of_product = gradient  # the bias, which no scale multiplies, gets the one that arrived
             if how.row_scales is not None:  # in FP32: FP16 would lose the product's small values
                 of_product = gradient.float() * how.row_scales[: gradient.shape[-1]]
-            dy = how.exchange.output_gradient(
-                of_product, config, plain=for_input, transposed=for_weight, casts=how.casts
-            )
+            dy = how.exchange.output_gradient(of_product, how.casts, plain=for_input, transposed=for_weight)
         if for_input:
             if how.backward_weight is not None:
                 w_transpose, w_scale = how.backward_weight()
@@ -118,13 +118,12 @@ class _Linear(torch.autograd.Function):
                 dy.inverse_scale,
                 w_scale,
                 out_dtype=ctx.input_dtype,
-                fast_accumulation=config.fast_accumulation_dgrad,
-                emulate=config.emulate,
+                **config.product_options["dgrad"],
                 shape=(prod(ctx.shape[:-1]), ctx.shape[-1]),
             )
             dx_arrives = how.exchange.input_gradient(dx.view(ctx.shape))
         if for_weight:
-            x_transpose, x_scale = source if how.recipe is None else _recomputed(how.recipe, source, how)
+            x_transpose, x_scale = source if how.recipe is None else _recomputed(how.recipe, source, how.casts)
             matrices, scales = (dy.transpose, x_transpose), (dy.scale_of_transpose(), x_scale)
             if how.weight_is_transposed:
                 matrices, scales = matrices[::-1], scales[::-1]
@@ -133,8 +132,7 @@ class _Linear(torch.autograd.Function):
                 *matrices,
                 *scales,
                 out_dtype=ctx.weight_dtype,
-                fast_accumulation=config.fast_accumulation_wgrad,
-                emulate=config.emulate,
+                **config.product_options["wgrad"],
                 shape=ctx.weight_shape,
             )
             if how.defer is not None:
@@ -168,8 +166,7 @@ def _fprop(
         w.inverse_scale,
         out_dtype=out_dtype,
         bias=bias,
-        fast_accumulation=config.fast_accumulation_fprop,
-        emulate=config.emulate,
+        **config.product_options["fprop"],
         shape=(prod(shape[:-1]), outputs),
     )
     return exchange.output(unsafe_view(y, (*shape[:-1], outputs)))
@@ -179,13 +176,12 @@ _WEIGHTS = 3
 """Where the weights begin among the arguments of `_Linear`."""
 
 
-def _recomputed(recipe: Recipe, source: list[torch.Tensor], how: _How) -> tuple[torch.Tensor, torch.Tensor]:
+def _recomputed(recipe: Recipe, source: list[torch.Tensor], casts: Casts) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the FP8 transpose of x again, and its inverse scale."""
-    config, dtype = how.config, how.config.input_format
-    if recipe.transpose is not None and how.casts.scales_inputs_by_their_amax(config):
-        return recipe.transpose(*source, dtype=dtype, power_of_two=config.power_of_two)
+    if recipe.transpose is not None and casts.inputs_have_their_own_scale:
+        return recipe.transpose(*source, dtype=casts.config.input_format, power_of_two=casts.scaling.power_of_two)
     matrix, amax = recipe.matrix(*source)
-    x = how.casts.quantize(INPUT, config, matrix, dtype, plain=False, transposed=True, amax=amax)
+    x = casts.quantize(INPUT, matrix, plain=False, transposed=True, amax=amax)
     return x.transpose, x.scale_of_transpose()
 
 
@@ -252,13 +248,12 @@ def linear_from_quantized(
     bias: torch.Tensor | None,
     x: QuantizedMatrix,
     w: QuantizedMatrix,
-    config: FP8Config,
+    casts: Casts,
     *,
     defer: Defer | None = None,
     exchange: Exchange = NO_EXCHANGE,
     weight_is_transposed: bool = False,
     backward_weight: BackwardWeight | None = None,
-    casts: Casts = REAL_TIME,
     recipe: Recipe | None = None,
 ) -> torch.Tensor:
     """The linear layer, its input and weight already cast.
@@ -269,14 +264,13 @@ def linear_from_quantized(
         bias: [N] or None.
         x: the input as a matrix of K columns, with its transpose if the weight needs a gradient and there is no recipe.
         w: the weight, with or without its transpose.
-        config: accumulation and the gradient's format.
+        casts: the layer's; they cast the output's gradient.
         defer: backward gives it what computes the weight's gradient from the FP8 transposes of x and dy, and autograd
             none; until that is called it holds the two. None computes the gradient in backward.
         exchange: what ranks exchange around the products; its `input` made x.
         weight_is_transposed: the weight, and so its gradient, lies as [K, N]; w is a matrix of [N, K] all the same.
         backward_weight: backward asks it for the weight's transpose, and holds none itself; None keeps that of `w`, or
             makes it in backward where `w` has none, with rowwise scales for a weight without a gradient.
-        casts: the layer's; casts the output's gradient.
         recipe: backward makes the input's transpose by it, and holds none itself.
 
     Returns:
@@ -295,7 +289,7 @@ def linear_from_quantized(
     weights = (weight,) if isinstance(weight, torch.Tensor) else weight
     if not torch.is_grad_enabled():  # without autograd's function, whose Python a decode of few tokens waits for
         outputs = weights[0].shape[1] if weight_is_transposed else sum(each.shape[0] for each in weights)
-        return _fprop(x, w, bias, outputs, exchange.shape(input.shape), out_dtype, config, exchange)
+        return _fprop(x, w, bias, outputs, exchange.shape(input.shape), out_dtype, casts.config, exchange)
     wants_transpose = backward_weight is None and input.requires_grad
     row_scales = None
     if wants_transpose and not w.transpose.numel():
@@ -305,12 +299,11 @@ def linear_from_quantized(
         (x, w),
         len(weights),
         out_dtype,
-        config,
+        casts,
         defer,
         exchange,
         weight_is_transposed,
         backward_weight,
-        casts,
         None if recipe is None else recipe.without_saved(),
         row_scales,
     )
@@ -346,6 +339,7 @@ def fp8_linear(
     if input.numel() == 0 or weight.numel() == 0:  # there is nothing to cast, in forward or in backward
         return F.linear(input, weight, bias)
     gradients = torch.is_grad_enabled()
-    x = quantize_input(input, config, transposed=gradients and weight.requires_grad)
-    w = quantize_weight(weight, config, transposed=gradients and input.requires_grad)
-    return linear_from_quantized(input, weight, bias, x, w, config)
+    casts = Casts(config)
+    x = casts.quantize(INPUT, input, transposed=gradients and weight.requires_grad)
+    w = casts.quantize_weight(weight, transposed=gradients and input.requires_grad)
+    return linear_from_quantized(input, weight, bias, x, w, casts)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
@@ -20,7 +19,7 @@ from fp8booster.nn.linear.shared_input import share_input
 from fp8booster.nn.linear.speed_model import TokenCounts, computes_in_fp8
 from fp8booster.nn.modules import change_class
 from fp8booster.nn.weights.cached import CachedWeight
-from fp8booster.nn.weights.casting import REAL_TIME, Casts
+from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.freshness import look_again, note_change, reusable
 from fp8booster.nn.weights.source import WeightSource
 from fp8booster.tensor import QuantizedMatrix
@@ -89,7 +88,6 @@ class FP8Layer(nn.Module):
     ran_in_evaluation: bool = False
     """The layer was called in evaluation mode, outside compiled code."""
 
-    fp8_config: FP8Config
     fp8_weight: WeightSource
     fp8_casts: Casts
     """Casts the layer's operands in training, where it runs by itself."""
@@ -104,19 +102,23 @@ class FP8Layer(nn.Module):
 
     def revert(self) -> None:
         """Turn the layer into what it was, in place."""
-        del self.fp8_config, self.fp8_weight, self.fp8_casts, self.in_fp8, self._whole_shape
+        del self.fp8_weight, self.fp8_casts, self.in_fp8, self._whole_shape
         self._forget_uses()
         change_class(self, self.original)
 
     def _start_fp8(self, config: FP8Config) -> None:
         if "fp8_weight" in vars(self):
             restore_weight(self)  # an engine before may have left no other copy than the one that goes here
-        self.fp8_config = config
         self._whole_shape = self.held_weight.shape
         self._forget_uses()
         self.fp8_weight = CachedWeight(self.weight_is_transposed)
-        self.fp8_casts = Casts()
+        self.fp8_casts = Casts.in_training(config)
         self.in_fp8 = TokenCounts()
+
+    @property
+    def fp8_config(self) -> FP8Config:
+        """The configuration of the layer's casts and products, from its conversion on."""
+        return self.fp8_casts.config
 
     def _forget_uses(self) -> None:
         """Count the layer as one that neither ran nor was read."""
@@ -162,7 +164,7 @@ class FP8Layer(nn.Module):
     @property
     def why_cast_by_itself(self) -> str | None:
         """Why no engine casts the layer's weight, under one scale; None where it may."""
-        return self.fp8_config.finer_scales or ("scales by channel" if self.fp8_casts.by_channel else None)
+        return self.fp8_casts.why_not_by_engines
 
     def in_product_layout(self, stored: QuantizedMatrix) -> QuantizedMatrix:
         """The FP8 weight as the products read it, [output, input features], from a cast of the weight as it lies."""
@@ -188,12 +190,12 @@ class FP8Layer(nn.Module):
         if input.dim() == 0:  # whose tokens cannot be counted
             held = self.held_weight
             check_operands(input, held.t() if self.weight_is_transposed else held, bias)
-        remembers = self.fp8_config.remembers_amaxes or self.fp8_casts.by_channel
-        if torch.compiler.is_compiling() and (self.fp8_weight.lacks_values or (self.training and remembers)):
-            # compiled code casts the weight, which has no values where an engine keeps its FP8 copy alone; and it notes
-            # no amaxes
+        casts = self.fp8_casts if self.training else self.fp8_casts.evaluation
+        if torch.compiler.is_compiling() and (self.fp8_weight.lacks_values or casts.state is not None):
+            # compiled code casts the weight, which has no values where an engine keeps its FP8 copy alone; and it keeps
+            # no state
             return torch.compiler.disable(FP8Layer.fp8_product)(self, input, bias)
-        config, weight, exchange = self.fp8_config, self.held_weight, self.fp8_exchange()
+        weight, exchange = self.held_weight, self.fp8_exchange()
         if weight.numel() == 0:
             return None
         if not self.training:
@@ -206,23 +208,25 @@ class FP8Layer(nn.Module):
         for_weight = torch.is_grad_enabled() and weight.requires_grad
         # what ranks gather is not made again from one rank's part
         recipe = delivered_recipe(input) if for_weight and exchange.input_key is None else None
-        casts = self.fp8_casts if self.training else REAL_TIME
-        quantized_weight = partial(self.fp8_weight.for_call, weight, config, input, training=self.training, casts=casts)
-        w = quantized_weight() if casts.by_channel else None  # its cast finds what the input is multiplied by
-        cast = partial(share_input, reader=self, exchange=exchange) if again and w is None else exchange.input
-        x = cast(input, config, transposed=for_weight and recipe is None, casts=casts)
+        # by channel the weight's cast finds what the input is multiplied by; else the input is cast first, and a
+        # checkpointed forward's peak is lower
+        w = self.fp8_weight.for_call(weight, casts, input) if casts.by_channel else None
+        transposed = for_weight and recipe is None
+        if again and w is None:
+            x = share_input(input, casts, reader=self, transposed=transposed, exchange=exchange)
+        else:
+            x = exchange.input(input, casts, transposed=transposed)
         return linear_from_quantized(
             input,
             weight,
             bias,
             x,
-            quantized_weight() if w is None else w,
-            config,
+            self.fp8_weight.for_call(weight, casts, input) if w is None else w,
+            casts,
             defer=self.fp8_defer(),
             exchange=exchange,
             weight_is_transposed=self.weight_is_transposed,
-            backward_weight=self.fp8_weight.backward([weight], config, casts=casts),
-            casts=casts,
+            backward_weight=self.fp8_weight.backward([weight], casts),
             recipe=recipe,
         )
 
@@ -271,7 +275,7 @@ class FP8Layer(nn.Module):
     def fp8_notes(self) -> str:
         """What the report says besides the precision: emulation, sizes padded as "from->to", token counts in BF16."""
         notes = ["emulated in FP32"] if self.fp8_config.emulate else []
-        notes += self.fp8_weight.notes_of_scaling(self.fp8_config)
+        notes += self.fp8_weight.notes_of_scaling(self.fp8_casts)
         if self.fp8_weight.was_read:
             notes.append("its 16-bit copy is kept, for its weight is read without it")
         elif self.weight_read_in_evaluation and self.in_fp8 and not self.ran_in_evaluation:

@@ -178,8 +178,7 @@ class _LowRankProduct(torch.autograd.Function):
                     w.inverse_scale,
                     out_dtype=input.dtype,
                     bias=None if bias is None else _padded(bias.detach().to(input.dtype), len(w.data)),
-                    fast_accumulation=config.fast_accumulation_fprop,
-                    emulate=config.emulate,
+                    **config.product_options["fprop"],
                     shape=(len(matrix), outputs),
                 )
             )
@@ -233,7 +232,7 @@ def _base_dgrad(
     """The input's gradient through the frozen weights, of one cast of the gradients of all their outputs."""
     first = parts[0].layer
     config = first.fp8_config
-    dy = NO_EXCHANGE.output_gradient(gradient, config, plain=True, transposed=False, casts=first.fp8_casts)
+    dy = NO_EXCHANGE.output_gradient(gradient, first.fp8_casts, plain=True, transposed=False)
     rows, width = prod(gradient.shape[:-1]), first.fp8_shape[1]
     begin = 0
     of_parts: list[torch.Tensor] = []
@@ -246,8 +245,7 @@ def _base_dgrad(
             dy.inverse_scale,
             scale,
             out_dtype=gradient.dtype,
-            fast_accumulation=config.fast_accumulation_dgrad,
-            emulate=config.emulate,
+            **config.product_options["dgrad"],
             shape=(rows, width),
         )
         if of_parts:

@@ -20,11 +20,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8booster.config import FP8Config
 from fp8booster.kernels.device import current_stream
 from fp8booster.nn.linear.exchange import NO_EXCHANGE, Exchange
 from fp8booster.nn.modules import LOOKS_AT_NOTHING
-from fp8booster.nn.weights.casting import REAL_TIME, Casts
+from fp8booster.nn.weights.casting import Casts
 from fp8booster.tensor import QuantizedMatrix
 
 
@@ -99,34 +98,25 @@ setattr(end_forward, LOOKS_AT_NOTHING, True)
 
 
 def share_input(
-    input: torch.Tensor,
-    config: FP8Config,
-    *,
-    reader: object,
-    transposed: bool,
-    exchange: Exchange = NO_EXCHANGE,
-    casts: Casts = REAL_TIME,
+    input: torch.Tensor, casts: Casts, *, reader: object, transposed: bool, exchange: Exchange = NO_EXCHANGE
 ) -> QuantizedMatrix:
     """Return the FP8 copy of a layer's input: the newest of this forward if others read it from this very tensor.
 
     Args:
         input: [..., K].
-        config: the input's format and scaling.
+        casts: the layer's, asked where no copy is there.
         reader: the layer, which gets a copy once.
         transposed: the transpose is needed too.
-        exchange: what ranks exchange around the layer; it may gather the input.
-        casts: the layer's, asked where no copy is there.
+        exchange: of the layer; it may gather the input.
     """
     newest = _innermost(sys._getframe(1))
     if newest is None:
-        return exchange.input(input, config, transposed=transposed, casts=casts)
+        return exchange.input(input, casts, transposed=transposed)
     made_from = (
         input.data_ptr(),
         input._version,
-        config.input_format,
-        config.granularity,
-        config.power_of_two,
-        config.scaling,
+        casts.config.input_format,
+        casts.scaling,
         current_stream(input),
         exchange.input_key,
     )
@@ -140,7 +130,7 @@ def share_input(
     ):
         newest.readers.add(reader)
         return newest.quantized
-    quantized = exchange.input(input, config, transposed=transposed, casts=casts)
+    quantized = exchange.input(input, casts, transposed=transposed)
     newest.source = None  # its death, at any time, must not take the new copy
     newest.made_from, newest.quantized, newest.readers = made_from, quantized, {reader}
     newest.source = weakref.ref(input, newest.forget)

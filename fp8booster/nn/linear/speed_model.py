@@ -80,7 +80,7 @@ def computes_in_fp8(config: FP8Config, rows: int, inputs: int, outputs: int, dev
         inputs, outputs: features.
         device: that of the weight.
     """
-    return config.always or config.emulate or not config.keeps_16_bits or fp8_pays(rows, inputs, outputs, device)
+    return config.always or config.emulate or not config.keeps_high_precision or fp8_pays(rows, inputs, outputs, device)
 
 
 _looked_up = functools.cache(_look_up)

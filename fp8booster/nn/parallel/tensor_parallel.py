@@ -30,13 +30,13 @@ import torch.distributed as dist
 from fp8booster import comm
 from fp8booster.comm.observer import observer
 from fp8booster.comm.transport import gather_bytes
-from fp8booster.config import FP8Config
 from fp8booster.kernels.scales import amax_of
 from fp8booster.kernels.transpose import gathered_layouts
 from fp8booster.nn.linear.delivered_amax import delivered_amax
 from fp8booster.nn.linear.exchange import Exchange
 from fp8booster.nn.linear.functional import unaliased
-from fp8booster.nn.weights.casting import INPUT, OUTPUT_GRADIENT, REAL_TIME, Casts
+from fp8booster.nn.weights.casting import Casts
+from fp8booster.scaling import INPUT, OUTPUT_GRADIENT
 from fp8booster.tensor import QuantizedMatrix
 
 INPUT_GATHER = "sequence gather of inputs"
@@ -107,28 +107,18 @@ class _SequenceParallel(_Parallel):
             )
         return sequence
 
-    def _gather(
-        self,
-        role: str,
-        part: torch.Tensor,
-        dtype: torch.dtype,
-        config: FP8Config,
-        casts: Casts,
-        *,
-        plain: bool,
-        transposed: bool,
-    ) -> QuantizedMatrix:
+    def _gather(self, role: str, part: torch.Tensor, casts: Casts, *, plain: bool, transposed: bool) -> QuantizedMatrix:
         """A tensor of which each rank has a part of the sequence, in FP8, as a matrix of its last dimension."""
         matrix = part.detach().reshape(-1, part.shape[-1])
-        if config.finer_scales is not None or not self.communication:
+        if casts.scaling.granularity != "tensorwise" or not self.communication:
             # each layout of a matrix with finer scales is a cast of its own, which needs all of the matrix
             whole = self._gather_values(part)
-            return casts.quantize(role, config, whole, dtype, plain=plain, transposed=transposed)
+            return casts.quantize(role, whole, plain=plain, transposed=transposed)
         amax = delivered_amax(part)
         amax = amax_of(matrix) if amax is None else amax.max()
         amax = amax.nan_to_num(nan=float("inf"), posinf=float("inf"))  # a MAX reduction drops NaN
         dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.group)
-        data, _, inverse_scale, _ = casts.quantize(role, config, matrix, dtype, amax=amax)
+        data, _, inverse_scale, _ = casts.quantize(role, matrix, amax=amax)
         own = data[: matrix.shape[0]].view(torch.uint8)  # without the rows that fill up to 16
         gathered = own.new_empty((self.ranks, *own.shape))
         sent = {_GATHER: own.nbytes, "all_reduce": amax.nbytes}
@@ -136,7 +126,7 @@ class _SequenceParallel(_Parallel):
         gather_bytes(gathered.view(-1), own.reshape(-1), self.group)
         outer = part.shape[: self._sequence(part.dim())].numel()  # 1 where ranks' parts follow each other
         layouts = gathered_layouts(gathered, outer, plain=plain, transposed=transposed)
-        data, transpose = (layout.view(dtype) for layout in layouts)
+        data, transpose = (layout.view(data.dtype) for layout in layouts)
         return QuantizedMatrix(data, transpose, inverse_scale, None)
 
     def _gather_values(self, part: torch.Tensor) -> torch.Tensor:
@@ -182,11 +172,9 @@ class SequenceColumn(_SequenceParallel):
         sequence = self._sequence(len(input_shape))
         return (*input_shape[:sequence], input_shape[sequence] * self.ranks, *input_shape[sequence + 1 :])
 
-    def input(
-        self, input: torch.Tensor, config: FP8Config, *, transposed: bool, casts: Casts = REAL_TIME
-    ) -> QuantizedMatrix:
+    def input(self, input: torch.Tensor, casts: Casts, *, transposed: bool) -> QuantizedMatrix:
         """Cast this rank's part of the sequence and gather those of all ranks."""
-        return self._gather(INPUT, input, config.input_format, config, casts, plain=True, transposed=transposed)
+        return self._gather(INPUT, input, casts, plain=True, transposed=transposed)
 
     def input_gradient(self, gradient: torch.Tensor) -> Callable[[], torch.Tensor]:
         """This rank's part of the sum over ranks."""
@@ -204,8 +192,7 @@ class SequenceRow(_SequenceParallel):
         return self._reduce_scatter(unaliased(output), asynchronous=False)()
 
     def output_gradient(
-        self, gradient: torch.Tensor, config: FP8Config, *, plain: bool, transposed: bool, casts: Casts = REAL_TIME
+        self, gradient: torch.Tensor, casts: Casts, *, plain: bool, transposed: bool
     ) -> QuantizedMatrix:
         """Cast the gradient of this rank's part of the sequence and gather those of all ranks."""
-        dtype = config.gradient_format
-        return self._gather(OUTPUT_GRADIENT, gradient, dtype, config, casts, plain=plain, transposed=transposed)
+        return self._gather(OUTPUT_GRADIENT, gradient, casts, plain=plain, transposed=transposed)

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fp8booster.config import FP8Config
-from fp8booster.nn.weights.casting import REAL_TIME, Casts, quantize_weight
+from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.freshness import FreshCopy
 from fp8booster.nn.weights.pinned import Pinned, Record, note_use
 from fp8booster.nn.weights.source import WeightSource
@@ -27,37 +26,21 @@ class CachedWeight(WeightSource):
         self._copy: FreshCopy[QuantizedMatrix] = FreshCopy()
         self._pinned: weakref.ref[PinnedCopy] | None = None
 
-    def forward(
-        self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool, casts: Casts = REAL_TIME
-    ) -> QuantizedMatrix:
+    def forward(self, weights: Sequence[torch.Tensor], casts: Casts, *, transpose: bool) -> QuantizedMatrix:
         """As `WeightSource.forward`; cast now unless a fresh copy with the layouts asked for is there."""
-        note_use(self, weights, config, transpose, casts)
-        in_training = casts is not REAL_TIME
-        copy = self._copy.get(weights, (config, in_training))
+        note_use(self, weights, casts, transpose)
+        copy = self._copy.get(weights, (casts.config, casts.trains))
         if copy is None or (transpose and not copy.transpose.numel()):
             self.forget()  # first, so that the allocator can give the same memory again
             matrix = as_matrix(weights, self.is_transposed)
-            copy = quantize_weight(matrix, config, transposed=transpose, casts=casts)
-            self.put(weights, config, copy, in_training=in_training)
+            copy = casts.quantize_weight(matrix, transposed=transpose)
+            self.put(weights, casts, copy)
         return copy
 
-    def put(
-        self,
-        weights: Sequence[torch.Tensor],
-        config: FP8Config,
-        quantized: QuantizedMatrix,
-        *,
-        in_training: bool = True,
-    ) -> None:
-        """Hold a copy that was just made, as fresh as if `forward` had made it.
-
-        Args:
-            weights, config: what it was made from and by.
-            quantized: their FP8 matrix.
-            in_training: it serves layers in training, otherwise in evaluation.
-        """
+    def put(self, weights: Sequence[torch.Tensor], casts: Casts, quantized: QuantizedMatrix) -> None:
+        """Hold a copy that was just made of weights, as fresh as if `forward` had made it with these casts."""
         self.forget()
-        self._copy.put(weights, (config, in_training), quantized)
+        self._copy.put(weights, (casts.config, casts.trains), quantized)
 
     @property
     def held(self) -> QuantizedMatrix | None:
@@ -72,23 +55,15 @@ class CachedWeight(WeightSource):
         """As `WeightSource.end_evaluation`; what an engine made stays."""
         self._copy.forget()
 
-    def fresh(self, weights: Sequence[torch.Tensor], config: FP8Config) -> QuantizedMatrix | None:
-        """The copy that serves training, if it is fresh."""
-        return self._copy.get(weights, (config, True))
+    def fresh(self, weights: Sequence[torch.Tensor], casts: Casts) -> QuantizedMatrix | None:
+        """Return the copy that serves these casts, if it is fresh."""
+        return self._copy.get(weights, (casts.config, casts.trains))
 
-    def pin(
-        self,
-        weights: Sequence[torch.Tensor],
-        config: FP8Config,
-        *,
-        transpose: bool,
-        record: Record,
-        casts: Casts = REAL_TIME,
-    ) -> Pinned | None:
+    def pin(self, weights: Sequence[torch.Tensor], casts: Casts, *, transpose: bool, record: Record) -> Pinned | None:
         """As `WeightSource.pin`; all graphs of one weight read one copy."""
         pinned = None if self._pinned is None else self._pinned()
-        if pinned is None or not pinned.serves(weights, config, transpose):
-            pinned = PinnedCopy(self, weights, config, transpose, record, casts)
+        if pinned is None or not pinned.serves(weights, casts, transpose):
+            pinned = PinnedCopy(self, weights, casts, transpose, record)
             self._pinned = weakref.ref(pinned)
         return pinned
 
@@ -98,33 +73,25 @@ class PinnedCopy:
 
     Args:
         source: holds the copy after each cast.
-        weights, config, transpose, casts: what is cast, and how.
+        weights, casts, transpose: what is cast, and how.
         record: captures the cast.
     """
 
     def __init__(
-        self,
-        source: CachedWeight,
-        weights: Sequence[torch.Tensor],
-        config: FP8Config,
-        transpose: bool,
-        record: Record,
-        casts: Casts,
+        self, source: CachedWeight, weights: Sequence[torch.Tensor], casts: Casts, transpose: bool, record: Record
     ) -> None:
-        self._source, self._weights, self._config, self._transpose = source, tuple(weights), config, transpose
+        self._source, self._weights, self._casts, self._transpose = source, tuple(weights), casts, transpose
         self._places = [weight.data_ptr() for weight in weights]
         self._cast_again, self._made = record(
-            lambda: quantize_weight(
-                as_matrix(self._weights, source.is_transposed), config, transposed=transpose, casts=casts
-            )
+            lambda: casts.quantize_weight(as_matrix(self._weights, source.is_transposed), transposed=transpose)
         )
 
-    def serves(self, weights: Sequence[torch.Tensor], config: FP8Config, transpose: bool) -> bool:
+    def serves(self, weights: Sequence[torch.Tensor], casts: Casts, transpose: bool) -> bool:
         """Whether it is of these weights where they are now, so cast."""
         return (
             len(weights) == len(self._weights)
             and all(one is other for one, other in zip(weights, self._weights, strict=True))
-            and (config, transpose) == (self._config, self._transpose)
+            and (casts.config, transpose) == (self._casts.config, self._transpose)
             and self._are_there()
         )
 
@@ -132,9 +99,9 @@ class PinnedCopy:
         """As `Pinned.refresh`."""
         if not self._are_there():
             return False
-        if self._source.fresh(self._weights, self._config) is not self._made:
+        if self._source.fresh(self._weights, self._casts) is not self._made:
             self._cast_again()
-            self._source.put(self._weights, self._config, self._made)
+            self._source.put(self._weights, self._casts, self._made)
         return True
 
     def version(self) -> tuple[int, ...]:

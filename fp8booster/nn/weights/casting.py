@@ -1,135 +1,155 @@
-"""The casts of a layer's operands, with the scales that `FP8Config` asks for: they pass through one `Casts`.
+"""The casts of a layer's operands pass through one `Casts`, which holds what the scaling strategy keeps for them.
 
 Not the transpose of an input that backward makes again by the scale of forward, in one pass (`linear.recompute`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cached_property
 
 import torch
 
 from fp8booster.config import FP8Config
-from fp8booster.nn.weights.history import AmaxHistory
-from fp8booster.tensor import QuantizedMatrix, quantize
+from fp8booster.scaling import WEIGHT, RealTime, State
+from fp8booster.tensor import QuantizedMatrix
 
-WEIGHT = "weight"
-INPUT = "input"
-OUTPUT_GRADIENT = "output gradient"
-"""Roles of operands in a layer's products."""
+Observer = Callable[[str, torch.Tensor, QuantizedMatrix], None]
+"""Sees an operand after its cast: the role, the tensor, and what was made of it."""
+
+WeightObserver = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 class Casts:
     """Casts the operands of one layer, or of several that are multiplied as one.
 
-    Each of them holds one, as `fp8_casts`, which is asked in training; who wants to see its operands, or to scale them
-    otherwise, puts another in its place. A copy or a pickle is a new one.
+    A copy or a pickle keeps nothing of earlier casts.
 
     Args:
-        remembers: it may keep amaxes, as `FP8Config.scaling` asks; otherwise all scales are real-time.
+        config: formats and scaling.
+        new_state: makes what the strategy keeps in training; None: outside training.
     """
 
-    by_channel: bool = False
-    """Whether input and weight have factors for each channel of the input, found at the weight's casts: then the weight
-    of a call is cast first, and no one else casts either."""
+    def __init__(self, config: FP8Config, new_state: Callable[[], State | None] | None = None) -> None:
+        self.config, self._new_state = config, new_state
+        self.state = None if new_state is None else new_state()
+        self.scaling = config.scaling.without_state if self.state is None else config.scaling
+        self.observers: list[Observer] = []
+        """Called after each cast by `quantize`."""
 
-    sees_weights: bool = False
-    """Whether `note_weight` looks at what it is given."""
+        self.weight_observers: list[WeightObserver] = []
+        """Called by `note_weight`."""
 
-    def __init__(self, remembers: bool = True) -> None:
-        self._histories: dict[str, AmaxHistory] | None = {} if remembers else None
-        self._loaded: dict[str, torch.Tensor] = {}
+    @classmethod
+    def in_training(cls, config: FP8Config) -> Casts:
+        """Return the casts that a layer holds."""
+        return cls(config, config.scaling.new_state)
+
+    def under(self, config: FP8Config) -> Casts:
+        """Return casts with another configuration of the layer; these, if formats and scaling are the same."""
+        if config is self.config:
+            return self
+        if (config.scaling, config.formats) != (self.config.scaling, self.config.formats):
+            other = Casts.in_training(config)
+            other.observers, other.weight_observers = self.observers, self.weight_observers
+            return other
+        self.config = config
+        return self
+
+    @property
+    def trains(self) -> bool:
+        """Tell whether these are a layer's casts in training."""
+        return self._new_state is not None
+
+    @cached_property
+    def evaluation(self) -> Casts:
+        """The casts of the same layer outside training: they keep nothing, and nobody observes them."""
+        return Casts(self.config)
+
+    @property
+    def by_channel(self) -> bool:
+        """As `State.by_channel`."""
+        return self.state is not None and self.state.by_channel
+
+    @property
+    def why_not_by_engines(self) -> str | None:
+        """Return why no engine casts the weight, under one scale; None where one may."""
+        if self.by_channel:
+            return "scales by channel"
+        return f"{self.config.scaling.name} scales" if self.config.scaling.for_engines is None else None
+
+    @property
+    def inputs_have_their_own_scale(self) -> bool:
+        """Tell whether an input has one scale, from its amax as it is, and nothing else enters."""
+        return isinstance(self.scaling, RealTime) and self.scaling.granularity == "tensorwise"
 
     def quantize(
         self,
         role: str,
-        config: FP8Config,
         tensor: torch.Tensor,
-        dtype: torch.dtype,
         *,
         plain: bool = True,
         transposed: bool = False,
         amax: torch.Tensor | None = None,
+        dtype: torch.dtype | None = None,
     ) -> QuantizedMatrix:
-        """Cast a tensor, [..., C], as a matrix of C columns.
+        """Cast a tensor, [..., C], as a matrix of C columns; no gradient flows to it.
 
         Args:
-            role: what the tensor is to the layer: `WEIGHT`, `INPUT` or `OUTPUT_GRADIENT`.
-            config: the scaling.
-            tensor, dtype, plain, transposed, amax: as in `tensor.quantize`; no gradient flows to the tensor.
+            role: the operand that it is: `scaling.WEIGHT`, `INPUT` or `OUTPUT_GRADIENT`.
+            tensor, plain, transposed, amax: as in `Scaling.cast`.
+            dtype: in place of the format that the configuration gives the role.
+
+        Raises:
+            RuntimeError: a strategy with a state, in the capture of a CUDA graph.
         """
         values = tensor.detach() if tensor.requires_grad else tensor
-        values = values.reshape(-1, tensor.shape[-1])
-        if config.remembers_amaxes and self._histories is not None:
-            history = self._histories.get(role)
-            if history is None or history.made_for != (config, dtype, values.device):
-                loaded = self._loaded.pop(role, None)
-                history = AmaxHistory(config, dtype, role == OUTPUT_GRADIENT, values.device, loaded)
-                self._histories[role] = history
-            return history.cast(values, dtype, plain=plain, transposed=transposed, amax=amax)
-        return quantize(
-            values,
-            dtype,
-            plain=plain,
-            transposed=transposed,
-            scale_for=config.weight_scale_for if role == WEIGHT else config.scale_for,
-            power_of_two=config.power_of_two,
-            amax=amax,
-        )
+        matrix, config = values.reshape(-1, tensor.shape[-1]), self.config
+        if self.state is not None and is_in_capture(matrix):
+            raise RuntimeError(
+                f'FP8Config(scaling="{self.scaling.name}") does not go into a CUDA graph, which cannot tell when a step '
+                'begins; use scaling="tensorwise"'
+            )
+        dtype = config.format_of[role] if dtype is None else dtype
+        made = self.scaling.cast(role, matrix, dtype, plain=plain, transposed=transposed, amax=amax, state=self.state)
+        for observe in self.observers:
+            observe(role, tensor, made)
+        return made
 
-    def scales_inputs_by_their_amax(self, config: FP8Config) -> bool:
-        """Whether `quantize` gives an input one scale, by its amax as it is, and nothing else enters."""
-        remembers = config.remembers_amaxes and self._histories is not None
-        return config.scale_for == "tensor" and not remembers and not self.by_channel
-
-    @property
-    def remembered(self) -> dict[str, torch.Tensor]:
-        """The amaxes of earlier steps that scales come from, by role; ask between two steps."""
-        histories = {} if self._histories is None else self._histories
-        delayed = {role: each.amaxes for role, each in histories.items() if each.is_delayed}
-        return self._loaded | delayed
-
-    def remember(self, amaxes: Mapping[str, torch.Tensor]) -> None:
-        """Begin with what `remembered` gave, before anything was cast; a history of another length begins anew."""
-        self._loaded = dict(amaxes)
-
-    def forget_step(self) -> None:
-        """Forget the amaxes noted since the last optimizer step: this step, whose gradients are dropped, is skipped."""
-        for role, history in (self._histories or {}).items():
-            if role != WEIGHT:  # it is as it was, and so is its cast
-                history.forget_step()
+    def quantize_weight(self, weight: torch.Tensor, *, transposed: bool, plain: bool = True) -> QuantizedMatrix:
+        """Cast a weight, [N, K]."""
+        return self.quantize(WEIGHT, weight, plain=plain, transposed=transposed)
 
     def note_weight(self, values: torch.Tensor, data: torch.Tensor, inverse_scale: torch.Tensor) -> None:
-        """An engine has cast a part of the layer's weight, which does not pass through `quantize`.
+        """Show a part of the weight that an engine has cast by itself.
 
         Args:
             values: [n], high precision.
             data: [n] FP8, what was made of them.
             inverse_scale: float32 [].
         """
+        for observe in self.weight_observers:
+            observe(values, data, inverse_scale)
+
+    @property
+    def saved(self) -> dict[str, torch.Tensor]:
+        """As `State.saved`."""
+        return {} if self.state is None else self.state.saved
+
+    def load(self, saved: Mapping[str, torch.Tensor]) -> None:
+        """As `State.load`."""
+        if self.state is not None:
+            self.state.load(saved)
+
+    def forget_step(self) -> None:
+        """As `State.forget_step`."""
+        if self.state is not None:
+            self.state.forget_step()
 
     def __reduce__(self) -> tuple:
-        return type(self), ()
+        return Casts, (self.config, self._new_state)
 
 
-REAL_TIME = Casts(remembers=False)
-"""For operands of no layer, and in evaluation."""
-
-
-def quantize_weight(
-    weight: torch.Tensor, config: FP8Config, *, transposed: bool, plain: bool = True, casts: Casts = REAL_TIME
-) -> QuantizedMatrix:
-    """Cast a layer's weight, [N, K]."""
-    return casts.quantize(WEIGHT, config, weight, config.weight_format, plain=plain, transposed=transposed)
-
-
-def quantize_input(
-    input: torch.Tensor,
-    config: FP8Config,
-    *,
-    transposed: bool,
-    amax: torch.Tensor | None = None,
-    casts: Casts = REAL_TIME,
-) -> QuantizedMatrix:
-    """Cast a layer's input, [..., K], as a matrix of K columns; what made it may know its amax."""
-    return casts.quantize(INPUT, config, input, config.input_format, transposed=transposed, amax=amax)
+def is_in_capture(tensor: torch.Tensor) -> bool:
+    """Tell whether work on a tensor goes into a CUDA graph."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fp8booster.config import FP8Config
 from fp8booster.kernels.shard_cast import unpack
 from fp8booster.nn.weights.cached import CachedWeight
-from fp8booster.nn.weights.casting import REAL_TIME, Casts
+from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.freshness import looks
 from fp8booster.nn.weights.pinned import Pinned, Record, are_copies_held, note_use
 from fp8booster.nn.weights.stacking import as_matrix
@@ -49,13 +48,11 @@ class EngineWeight(CachedWeight):
         self._filled, self._ready = quantized, ready
         self._seen_at, self._is_right, self._noted = _places(weights), True, None
 
-    def forward(
-        self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool, casts: Casts = REAL_TIME
-    ) -> QuantizedMatrix:
+    def forward(self, weights: Sequence[torch.Tensor], casts: Casts, *, transpose: bool) -> QuantizedMatrix:
         # a capture has other leaves for the weights
         if self._filled is None or not (are_copies_held() or self.is_provided(weights)):
-            return super().forward(weights, config, transpose=transpose, casts=casts)
-        note_use(self, weights, config, transpose, casts)
+            return super().forward(weights, casts, transpose=transpose)
+        note_use(self, weights, casts, transpose)
         self.wait()
         return self._filled
 
@@ -64,19 +61,11 @@ class EngineWeight(CachedWeight):
         if self._ready is not None and not are_copies_held():  # a graph cannot wait for what was recorded outside it
             torch.cuda.current_stream().wait_event(self._ready)
 
-    def pin(
-        self,
-        weights: Sequence[torch.Tensor],
-        config: FP8Config,
-        *,
-        transpose: bool,
-        record: Record,
-        casts: Casts = REAL_TIME,
-    ) -> Pinned | None:
+    def pin(self, weights: Sequence[torch.Tensor], casts: Casts, *, transpose: bool, record: Record) -> Pinned | None:
         """As `WeightSource.pin`; what an engine fills stays as it is."""
         if self.is_provided(weights):
-            return _PinnedFilling(self, weights, config, transpose)
-        return super().pin(weights, config, transpose=transpose, record=record, casts=casts)
+            return _PinnedFilling(self, weights, casts, transpose)
+        return super().pin(weights, casts, transpose=transpose, record=record)
 
     def is_provided(self, weights: Sequence[torch.Tensor]) -> bool:
         """Tell whether the weights, as they are, have the values of what the engine made."""
@@ -151,11 +140,9 @@ class EngineWeight(CachedWeight):
 class _PinnedFilling:
     """What an engine fills, as long as it fills the same memory."""
 
-    def __init__(
-        self, source: EngineWeight, weights: Sequence[torch.Tensor], config: FP8Config, transpose: bool
-    ) -> None:
+    def __init__(self, source: EngineWeight, weights: Sequence[torch.Tensor], casts: Casts, transpose: bool) -> None:
         self._source, self._weights = source, tuple(weights)
-        self._filled = source.forward(weights, config, transpose=transpose)
+        self._filled = source.forward(weights, casts, transpose=transpose)
         self._memory = _addresses(self._filled)
 
     def refresh(self) -> bool:

@@ -31,8 +31,8 @@ from torch.utils._pytree import tree_leaves
 from fp8booster.kernels.device import current_stream
 from fp8booster.nn.weights.collectives import forget_memory, watch_collectives, watch_memory
 from fp8booster.nn.weights.pinned import are_copies_held
-from fp8booster.nn.weights.steps import note_step
 from fp8booster.optim.one_pass import COUNTS_STEPS
+from fp8booster.scaling.steps import note_step
 
 
 class _Changes:

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fp8booster.config import FP8Config
-from fp8booster.nn.weights.casting import REAL_TIME, Casts
+from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.source import BackwardWeight, WeightSource, transposed_in_backward
 from fp8booster.tensor import QuantizedMatrix
 
@@ -31,15 +30,11 @@ class FrozenWeight(WeightSource):
         """The matrix."""
         return self._quantized
 
-    def forward(
-        self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool, casts: Casts = REAL_TIME
-    ) -> QuantizedMatrix:
+    def forward(self, weights: Sequence[torch.Tensor], casts: Casts, *, transpose: bool) -> QuantizedMatrix:
         """As `WeightSource.forward`; the transpose is left to `backward`."""
         return self._quantized
 
-    def backward(
-        self, weights: Sequence[torch.Tensor], config: FP8Config, *, casts: Casts = REAL_TIME
-    ) -> BackwardWeight:
+    def backward(self, weights: Sequence[torch.Tensor], casts: Casts) -> BackwardWeight:
         """As `WeightSource.backward`."""
         return transposed_in_backward(self._quantized)
 

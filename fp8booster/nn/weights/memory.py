@@ -20,9 +20,9 @@ LARGEST_SHARE = 1 / 32
 
 def without_large_transposes(config: FP8Config, model: nn.Module) -> FP8Config:
     """The configuration for a model; transposes are off where nothing else was asked for and they would not fit."""
-    if config.keep_weight_transposes is not None or config.rowwise or fits(model, bytes_a_value=1):
+    if config.weight_copies.transposes is not None or config.rowwise or fits(model, bytes_a_value=1):
         return config
-    return replace(config, keep_weight_transposes=False)
+    return replace(config, weight_copies=replace(config.weight_copies, transposes=False))
 
 
 def fits(model: nn.Module, bytes_a_value: int) -> bool:

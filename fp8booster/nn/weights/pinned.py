@@ -14,7 +14,6 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from fp8booster.config import FP8Config
 from fp8booster.nn.weights.casting import Casts
 
 Made = TypeVar("Made")
@@ -44,7 +43,7 @@ class Pinned(Protocol):
 
 class _Source(Protocol):
     def pin(
-        self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool, record: Record, casts: Casts
+        self, weights: Sequence[torch.Tensor], casts: Casts, *, transpose: bool, record: Record
     ) -> Pinned | None: ...
 
 
@@ -54,13 +53,12 @@ class Use:
 
     source: _Source
     weights: tuple[torch.Tensor, ...]
-    config: FP8Config
-    transpose: bool
     casts: Casts
+    transpose: bool
 
     def pin(self, record: Record) -> Pinned | None:
         """As `WeightSource.pin`."""
-        return self.source.pin(self.weights, self.config, transpose=self.transpose, record=record, casts=self.casts)
+        return self.source.pin(self.weights, self.casts, transpose=self.transpose, record=record)
 
 
 class _Now:
@@ -78,12 +76,10 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def note_use(
-    source: _Source, weights: Sequence[torch.Tensor], config: FP8Config, transpose: bool, casts: Casts
-) -> None:
+def note_use(source: _Source, weights: Sequence[torch.Tensor], casts: Casts, transpose: bool) -> None:
     """Called by sources that are asked."""
     if _thread.uses is not None:
-        _thread.uses.append(Use(source, tuple(weights), config, transpose, casts))
+        _thread.uses.append(Use(source, tuple(weights), casts, transpose))
 
 
 @contextmanager

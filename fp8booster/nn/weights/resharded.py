@@ -11,9 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from fp8booster.config import FP8Config
 from fp8booster.kernels.transpose import transposed
-from fp8booster.nn.weights.casting import REAL_TIME, Casts, quantize_weight
+from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.source import BackwardWeight, WeightSource
 from fp8booster.nn.weights.stacking import as_matrix
 from fp8booster.tensor import QuantizedMatrix
@@ -28,19 +27,15 @@ class ReshardedWeight(WeightSource):
     held: QuantizedMatrix | None = None
     """The weights as they were gathered in FP8, until they are shards again."""
 
-    def forward(
-        self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool, casts: Casts = REAL_TIME
-    ) -> QuantizedMatrix:
+    def forward(self, weights: Sequence[torch.Tensor], casts: Casts, *, transpose: bool) -> QuantizedMatrix:
         """What was gathered, or a cast made now, without its transpose."""
         if self.held is not None:
             if self.held.data.numel():
                 return self.held
             return self.held._replace(data=transposed(self.held.transpose), transpose=self.held.data)
-        return quantize_weight(as_matrix(weights, self.is_transposed), config, transposed=False, casts=casts)
+        return casts.quantize_weight(as_matrix(weights, self.is_transposed), transposed=False)
 
-    def backward(
-        self, weights: Sequence[torch.Tensor], config: FP8Config, *, casts: Casts = REAL_TIME
-    ) -> BackwardWeight:
+    def backward(self, weights: Sequence[torch.Tensor], casts: Casts) -> BackwardWeight:
         """The transpose of the weights as they are when backward asks."""
         # their memory is freed and filled again, and the tensors still say where they lie
         weights = [weight.detach() for weight in weights]
@@ -49,7 +44,7 @@ class ReshardedWeight(WeightSource):
             w = self.held
             if w is None:
                 matrix = as_matrix(weights, self.is_transposed)
-                w = quantize_weight(matrix, config, plain=False, transposed=True, casts=casts)
+                w = casts.quantize_weight(matrix, plain=False, transposed=True)
             return w.transpose if w.transpose.numel() else transposed(w.data), w.scale_of_transpose()
 
         return backward_weight

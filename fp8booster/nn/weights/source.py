@@ -7,10 +7,9 @@ from typing import ClassVar
 
 import torch
 
-from fp8booster.config import FP8Config
 from fp8booster.kernels.blockwise_cast import transposed_blocks
 from fp8booster.kernels.transpose import transposed
-from fp8booster.nn.weights.casting import REAL_TIME, Casts, quantize_weight
+from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.freshness import is_captured, note_change
 from fp8booster.nn.weights.pinned import Pinned, Record
 from fp8booster.nn.weights.stacking import as_matrix
@@ -65,71 +64,52 @@ class WeightSource:
         """Undoes the scale of the weights that layers multiply by now, float32; None where none are held."""
         return None if self.held is None else self.held.inverse_scale
 
-    def forward(
-        self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool, casts: Casts = REAL_TIME
-    ) -> QuantizedMatrix:
-        """The matrix of [sum of N, K] that fprop reads; the current stream waits for what fills it.
+    def forward(self, weights: Sequence[torch.Tensor], casts: Casts, *, transpose: bool) -> QuantizedMatrix:
+        """Return the matrix of [sum of N, K] that fprop reads; the current stream waits for what fills it.
 
         Args:
             weights: [N, K] each.
-            config: the weights' format and scaling.
+            casts: the layer's, by which the source casts.
             transpose: wanted too; one that `backward` gives is left out.
-            casts: the layer's, where the source casts.
         """
         raise NotImplementedError
 
-    def backward(
-        self, weights: Sequence[torch.Tensor], config: FP8Config, *, casts: Casts = REAL_TIME
-    ) -> BackwardWeight | None:
-        """Where dgrad gets the transpose of what `forward` gave; None: autograd saves that."""
+    def backward(self, weights: Sequence[torch.Tensor], casts: Casts) -> BackwardWeight | None:
+        """Return the source of the transpose for dgrad; None: autograd saves that of what `forward` gave."""
         return None
 
-    def for_call(
-        self, weight: torch.Tensor, config: FP8Config, input: torch.Tensor, *, training: bool, casts: Casts = REAL_TIME
-    ) -> QuantizedMatrix:
-        """The matrix for one call: `forward`'s, or a cast for it alone where none can be kept.
+    def for_call(self, weight: torch.Tensor, casts: Casts, input: torch.Tensor) -> QuantizedMatrix:
+        """Return the matrix for one call: `forward`'s, or a cast for it alone where none can be kept.
 
         Args:
             weight: the only one.
-            config: its format and scaling.
-            input: what the matrix will be multiplied by.
-            training: the mode of the module that calls.
-            casts: as in `forward`.
+            casts: the layer's, in training or in evaluation.
+            input: the other operand.
         """
         for_backward = torch.is_grad_enabled() and input.requires_grad
         if torch.compiler.is_compiling() or weight.is_inference() or is_captured(input):
-            return quantize_weight(
-                as_matrix([weight], self.is_transposed), config, transposed=for_backward, casts=casts
-            )
+            return casts.quantize_weight(as_matrix([weight], self.is_transposed), transposed=for_backward)
         # what an engine provides may be all that there is of the weight, and has the transposes that it has
-        if training or self.is_provided([weight]):
+        if casts.trains or self.is_provided([weight]):
             # a checkpointed forward runs without gradients first: with the transpose now, it is not cast twice
-            for_backward = config.keeps_transposes
+            for_backward = casts.config.keeps_transposes
         if not torch.is_inference_mode_enabled():
-            return self.forward([weight], config, transpose=for_backward, casts=casts)
+            return self.forward([weight], casts, transpose=for_backward)
         with torch.inference_mode(False):  # what is cast here may be read by a forward that autograd sees
-            return self.forward([weight], config, transpose=for_backward, casts=casts)
+            return self.forward([weight], casts, transpose=for_backward)
 
-    def notes_of_scaling(self, config: FP8Config) -> list[str]:
-        """What the report says of scales that do not come from the tensors that are cast."""
-        if not config.remembers_amaxes:
+    def notes_of_scaling(self, casts: Casts) -> list[str]:
+        """Return what the report says of scales that do not come from the tensors that are cast."""
+        if casts.state is None or casts.by_channel:
             return []
-        note = f"{config.scaling} scales"
+        note = f"{casts.scaling.name} scales"
         return [f"{note}, real-time ones of a weight that an engine casts" if self.may_be_filled else note]
 
-    def pin(
-        self,
-        weights: Sequence[torch.Tensor],
-        config: FP8Config,
-        *,
-        transpose: bool,
-        record: Record,
-        casts: Casts = REAL_TIME,
-    ) -> Pinned | None:
+    def pin(self, weights: Sequence[torch.Tensor], casts: Casts, *, transpose: bool, record: Record) -> Pinned | None:
         """Let what `forward` gives stay in one place, for a CUDA graph; None: it cannot, as where it is gathered.
 
         Args:
-            weights, config, transpose, casts: as in `forward`.
+            weights, casts, transpose: as in `forward`.
             record: captures a cast.
         """
         return None

@@ -45,8 +45,8 @@ from tests.programs import run_program
         (["7b", "--accumulate", "1000000000"], "4096"),
         (["7b", "--tokens", str(10**18)], "1073741824"),
         (["7b", "--checkpointing", "--checkpointed-layers", "33"], "the model has 32"),
-        (["7b", "--gpu", "L40S", "--fp8-option", "granularity=blockwise"], "--gpu H100, H100-NVL, H200"),
-        (["7b", "--gpu", "B200", "--fp8-option", "granularity=blockwise"], "granularity=rowwise"),
+        (["7b", "--gpu", "L40S", "--fp8-option", "scaling=blockwise"], "--gpu H100, H100-NVL, H200"),
+        (["7b", "--gpu", "B200", "--fp8-option", "scaling=blockwise"], "scaling=rowwise"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_to_give(arguments: list[str], named: str) -> None:
@@ -104,7 +104,7 @@ def shown(found: list[Configuration], gpu: Gpu) -> str:
 def test_the_first_in_fp8_that_fits_has_its_command():
     text = shown(plan(60, 90, 70), GPUS["H100"])
     assert "fp8booster train --precision fp8 --model 7b --batch 2 --sequence 4096" in text
-    assert "keep_weight_transposes=false" in text
+    assert "weight_copies.transposes=false" in text
     assert "87.0" in text  # moments
     assert "90.0" in text  # peak
     assert [each.fits_on for each in plan(60, 90, 70, 1000)] == ["H100", "H200", "H100", None]
@@ -137,10 +137,10 @@ def test_what_cannot_be_counted_is_named():
 
 
 def test_settings_that_the_user_gave_stay():
-    given = TrainOptions(fp8_options=("keep_weight_transposes=true",), checkpointing=True, stage=1)
+    given = TrainOptions(fp8_options=("weight_copies.transposes=true",), checkpointing=True, stage=1)
     found = configurations(given)
     assert [each.name for each in found] == COMPARED
-    assert found[2].options.fp8_options == ("keep_weight_transposes=true", "weights_in_16_bits=false")
+    assert found[2].options.fp8_options == ("weight_copies.transposes=true", "weight_copies.high_precision=false")
     assert not any("weights_in_16_bits" in pair for pair in _last_options(TrainOptions(plugin="ddp")))
 
 
@@ -178,7 +178,7 @@ def test_a_run_out_of_memory_shows_what_takes_it(monkeypatch, capsys):
     assert asked == [("7b", 8192, 80)]
     text = capsys.readouterr().err
     assert "activ." in text
-    assert "keep_weight_transposes=false" in text.replace("\n", "")
+    assert "weight_copies.transposes=false" in text.replace("\n", "")
     assert "BF16" not in text
 
 
@@ -246,12 +246,12 @@ def test_commands_are_those_that_train_takes():
     found = configurations(TrainOptions(model="1b", level="O2", fp8_options=("fused=false",)))
     assert found[0].command == ["fp8booster", "train", "--precision", "bf16", "--model", "1b"]
     assert not any("recompute" in word or "saved_activations" in word for each in found for word in each.command)
-    assert "keep_weight_transposes=false" in found[2].command
+    assert "weight_copies.transposes=false" in found[2].command
 
 
 def test_blockwise_scales_fit_on_hopper_alone():
     small = Counter({MASTERS: GIB})
-    for pairs, wanted in (((), "L40S"), (("granularity=blockwise",), "H100")):
+    for pairs, wanted in (((), "L40S"), (("scaling=blockwise",), "H100")):
         options = TrainOptions(fp8_options=pairs)
         found = Configuration(name="", precision="fp8", options=options, peaks={FORWARD: small})
         assert found.fits_on == wanted

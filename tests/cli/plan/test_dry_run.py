@@ -150,7 +150,7 @@ def test_experts_held_as_one_are_planned_in_grouped_products(tmp_path: Path) -> 
 def test_what_makes_a_run_smaller_does():
     found = dry_steps(sequence=1024)
     assert peak(dry_steps(sequence=1024, checkpointing=True)) < 0.9 * peak(found)
-    assert peak(dry_steps(sequence=1024, fp8_options=("saved_activations=8-bit",))) < 0.95 * peak(found)
+    assert peak(dry_steps(sequence=1024, fp8_options=("activations.saved=8-bit",))) < 0.95 * peak(found)
 
 
 def test_some_layers_are_checkpointed_between_none_and_all(monkeypatch):
@@ -199,7 +199,7 @@ def test_lists_with_an_entry_for_each_layer_are_cut():
 
 
 def test_a_dry_step_does_not_ask_this_machines_gpu_for_fp8(monkeypatch) -> None:
-    asked = options(fp8_options=("granularity=blockwise",))
+    asked = options(fp8_options=("scaling=blockwise",))
     expected = dry_run.dry_steps(asked, "fp8", small_config(asked), 1e6)
     for name in ("why_no_fp8", "why_no_blockwise"):
         monkeypatch.setattr(device, name, lambda _: "this GPU is too old")

@@ -15,7 +15,7 @@ HEADER = {
     "fp8booster": "0.1.0",
     "kind": "scales",
     "every": 50,
-    "config": {"granularity": "tensorwise", "scaling": "real-time"},
+    "config": {"scaling": "tensorwise"},
     "layers": {"fp8": 14, "bf16": 1},
 }
 Change = Callable[[dict[str, Any]], None]

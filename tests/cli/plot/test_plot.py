@@ -197,9 +197,9 @@ def test_values_that_are_not_finite_come_first_and_no_recipe_is_for_them(tmp_pat
 def test_a_reason_reads_well_of_one_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for scaling, changed, reason in (
         ("delayed", {"saturated": 0.1}, "1 tensor with clipped values, "),
-        ("real-time", {"snr_db": 12.0}, "1 tensor above the limits: "),
+        ("tensorwise", {"snr_db": 12.0}, "1 tensor above the limits: "),
     ):
-        monkeypatch.setitem(HEADER, "config", {"granularity": "tensorwise", "scaling": scaling})
+        monkeypatch.setitem(HEADER, "config", {"scaling": scaling})
         assert [each.startswith(reason) for each in advised(tmp_path, plant(**changed)).values()] == [True]
 
 
@@ -245,11 +245,11 @@ def gradients_are_flushed(record: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "option"),
     [
-        (outliers_of_swiglu_grow, "smooth_swiglu=true"),
-        (outliers_grow, "granularity=blockwise"),
-        (ends_are_noisy, "first_last_layers_in_16_bits=1"),
-        (inputs_are_flushed, "granularity=blockwise"),
-        (gradients_are_flushed, "gradient_format=e5m2"),
+        (outliers_of_swiglu_grow, "scaling=smooth-swiglu"),
+        (outliers_grow, "scaling=blockwise"),
+        (ends_are_noisy, "high_precision_ends=1"),
+        (inputs_are_flushed, "scaling=blockwise"),
+        (gradients_are_flushed, "formats.gradient=e5m2"),
     ],
 )
 def test_a_recipe_is_advised_for_what_it_is_for(tmp_path: Path, change: Any, option: str) -> None:
@@ -275,11 +275,11 @@ def test_of_a_model_with_a_large_channel_a_recipe_is_advised_with_its_numbers(
             optimizer.step()
             optimizer.zero_grad()
     found = read_run(tmp_path)
-    assert [each.option for each in found.advice] == ([] if factor == 1 else ["smooth_swiglu=true"])
+    assert [each.option for each in found.advice] == ([] if factor == 1 else ["scaling=smooth-swiglu"])
     for each in found.advice:
         worst = next(one for one in found.worst if (one.layer, one.role) == ("model.layers.1.mlp.down_proj", "input"))
         assert f"the input of {worst.layer}, at step {worst.step} with {worst.flushed:.2%} flushed" in each.reason
-        assert each.line.startswith("--fp8-option smooth_swiglu=true: 1 tensor with outliers more than 4 times")
+        assert each.line.startswith("--fp8-option scaling=smooth-swiglu: 1 tensor with outliers more than 4 times")
 
 
 def test_what_a_granularity_excludes_is_not_advised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,17 +287,19 @@ def test_what_a_granularity_excludes_is_not_advised(tmp_path: Path, monkeypatch:
         outliers_of_swiglu_grow(record)
         gradients_are_flushed(record)
 
-    assert list(advised(tmp_path, all_of_it)) == ["smooth_swiglu=true", "gradient_format=e5m2"]
-    monkeypatch.setitem(HEADER, "config", {"granularity": "blockwise"})
+    assert list(advised(tmp_path, all_of_it)) == ["scaling=smooth-swiglu", "formats.gradient=e5m2"]
+    monkeypatch.setitem(HEADER, "config", {"scaling": "blockwise"})
     assert list(advised(tmp_path, all_of_it)) == []
 
 
-@pytest.mark.parametrize("scaling", ["delayed", "constant", "real-time"])
+@pytest.mark.parametrize("scaling", ["delayed", "constant", "tensorwise", "amax"])
 def test_of_values_that_are_clipped_real_time_scales_are_advised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scaling: str
 ) -> None:
-    monkeypatch.setitem(HEADER, "config", {"granularity": "tensorwise", "scaling": scaling})
-    assert list(advised(tmp_path, weights_are_clipped)) == (["scaling=real-time"] if scaling != "real-time" else [])
+    monkeypatch.setitem(HEADER, "config", {"scaling": scaling})
+    assert list(advised(tmp_path, weights_are_clipped)) == (
+        ["scaling=tensorwise"] if scaling in ("delayed", "constant") else []
+    )
 
 
 @pytest.mark.parametrize("scaling", ["delayed", "constant"])
@@ -305,18 +307,18 @@ def test_of_values_that_are_clipped_real_time_scales_are_advised(
 def test_what_needs_real_time_scales_begins_with_these(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any, scaling: str
 ) -> None:
-    monkeypatch.setitem(HEADER, "config", {"granularity": "tensorwise", "scaling": scaling})
+    monkeypatch.setitem(HEADER, "config", {"scaling": scaling})
     (option, reason), *others = advised(tmp_path, change).items()
-    assert (option, others) == ("scaling=real-time", [])
-    assert re.search(r", and (smooth_swiglu=true|granularity=blockwise) goes with real-time scales alone: most", reason)
+    assert (option, others) == ("scaling=tensorwise", [])
+    assert re.search(r", and (scaling=smooth-swiglu|scaling=blockwise) goes with real-time scales alone: most", reason)
 
 
 @pytest.mark.parametrize("config", [{"cuda_graphs": True}, {"cuda_graphs": None}, {"fused": False}])
 def test_powers_for_channels_are_not_advised_where_they_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]
 ) -> None:
-    monkeypatch.setitem(HEADER, "config", {"granularity": "tensorwise", **config})
-    assert list(advised(tmp_path, outliers_of_swiglu_grow)) == ["granularity=blockwise"]
+    monkeypatch.setitem(HEADER, "config", {**config, "scaling": "tensorwise"})
+    assert list(advised(tmp_path, outliers_of_swiglu_grow)) == ["scaling=blockwise"]
 
 
 def test_the_limits_lie_a_bit_below_what_a_format_gives() -> None:

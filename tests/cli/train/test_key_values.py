@@ -19,6 +19,7 @@ from fp8booster.cli.train.key_values import (
     parse_pairs,
 )
 from fp8booster.cli.train.options import PLUGINS, TrainOptions
+from fp8booster.scaling import Delayed
 from tests.colossal.models import tiny_llama
 
 
@@ -39,9 +40,16 @@ from tests.colossal.models import tiny_llama
             {"pp": 2, "accumulate": 2, "plugin_options": ("pp_style=zbv", "num_model_chunks=3")},
             "num_model_chunks is 3; with pp_style=zbv it must be 2",
         ),
-        ({"fp8_options": ("powr_of_two=true",)}, r"FP8Config has no option 'powr_of_two'; did you mean power_of_two\?"),
+        ({"fp8_options": ("scalling=amax",)}, r"FP8Config has no option 'scalling'; did you mean scaling\?"),
+        (
+            {"fp8_options": ("formats.gradent=e4m3",)},
+            r"FP8Config.formats has no option 'gradent'; did you mean gradient",
+        ),
+        ({"fp8_options": ("always.so=true",)}, "FP8Config.always has no option 'so'"),
+        ({"fp8_options": ("fast_accumulation=fprop+wgrads",)}, "give a tuple of names, of"),
         ({"fp8_options": ("layers=q_proj",)}, "FP8Config.layers is a function; it can be set in a script alone"),
-        ({"fp8_options": ("power_of_two=3",)}, "FP8Config.power_of_two is 3; use True or False"),
+        ({"fp8_options": ("always=3",)}, "FP8Config.always is 3; use True or False"),
+        ({"fp8_options": ("activations.saved=4-bit",)}, "Activations.saved is '4-bit'; use '16-bit' or '8-bit'"),
     ],
 )
 def test_a_wrong_option_is_told_with_close_ones(options, says):
@@ -139,7 +147,7 @@ def test_pairs_reach_the_plugin_and_the_config():
         stage=1,
         max_norm=0.5,
         plugin_options=("reduce_bucket_size_in_m=3", "overlap_communication=false", "communication_dtype=fp32"),
-        fp8_options=("gradient_format=e4m3", "power_of_two=true"),
+        fp8_options=("formats.gradient=e4m3", "scaling=amax"),
     )
     check_plugin(options)
     plugin = build_plugin(options, use_fp8=True, network=nn.Module())
@@ -155,20 +163,19 @@ def test_pairs_reach_the_plugin_and_the_config():
 
 
 def test_pairs_choose_the_scaling_and_its_options():
-    pairs = ("scaling=delayed", "delayed_history=4", "delayed_amax=most recent", "delayed_margin=1")
-    expected = FP8Config(scaling="delayed", delayed_history=4, delayed_amax="most recent", delayed_margin=1)
+    pairs = ("scaling=delayed(history=4, amax='most recent', margin=1)", "fast_accumulation=fprop+dgrad")
+    expected = FP8Config(scaling=Delayed(history=4, amax="most recent", margin=1), fast_accumulation=("fprop", "dgrad"))
     assert fp8_config(pairs) == expected
-    assert fp8_config(("scaling=constant", "gradient_bias=-3")).gradient_bias == -3
-    with pytest.raises(ValueError, match='option of scaling="delayed"'):
-        fp8_config(pairs[1:])
+    assert fp8_config(("scaling=constant(gradient_bias=-3)",)).scaling.gradient_bias == -3
 
 
 def test_pairs_win_over_the_level():
-    config = fp8_config(("keep_weight_transposes=true",), "lean")
-    assert config == level("lean", keep_weight_transposes=True).config != level("lean").config
-    assert not config.keeps_16_bits
-    with pytest.raises(ValueError, match=r"keep the transposes or use granularity"):
-        check_plugin(TrainOptions(level="O3", fp8_options=("granularity=rowwise",)))
+    config = fp8_config(("weight_copies.transposes=true",), "lean")
+    assert config.keeps_transposes
+    assert not config.keeps_high_precision  # of the level
+    assert config.activations == level("lean").config.activations
+    with pytest.raises(ValueError, match=r"keep the transposes or use scaling"):
+        check_plugin(TrainOptions(level="O3", fp8_options=("scaling=rowwise",)))
 
 
 @pytest.mark.parametrize("kind", ["fp8_options", "plugin_options"])
@@ -211,7 +218,7 @@ def test_options_that_change_something_are_taken():
 
 
 def test_a_command_that_trains_nothing_refuses_what_is_of_training_alone():
-    assert inference_fp8_config(("granularity=rowwise",)) == fp8_config(("granularity=rowwise",))
-    for pair in ("gradient_format=e4m3", "recompute=all", "communication=false", "cuda_graphs=true"):
+    assert inference_fp8_config(("scaling=rowwise",)) == fp8_config(("scaling=rowwise",))
+    for pair in ("formats.gradient=e4m3", "activations.recompute=all", "messages=None", "cuda_graphs=true"):
         with pytest.raises(ValueError, match=f"--fp8-option {pair.partition('=')[0]} is about training, and changes"):
-            inference_fp8_config(("granularity=rowwise", pair))
+            inference_fp8_config(("scaling=rowwise", pair))

@@ -46,7 +46,7 @@ def test_checkpointed_layers_are_those_of_a_whole_model():
 
 
 def test_options_survive_json():
-    options = TrainOptions(model="1b", plugin_options=("verbose=True",), fp8_options=("power_of_two=true",), lr=1e-3)
+    options = TrainOptions(model="1b", plugin_options=("verbose=True",), fp8_options=("scaling=amax",), lr=1e-3)
     assert TrainOptions.from_file(json.loads(json.dumps(dataclasses.asdict(options))), Path("run.json"), "") == options
 
 

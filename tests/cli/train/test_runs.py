@@ -131,7 +131,7 @@ def test_a_run_with_delayed_scales_resumes_bit_for_bit_and_records_on(tmp_path, 
 
 
 def test_a_run_with_smooth_swiglu_resumes_bit_for_bit(tmp_path, data):
-    smooth = ("--fp8-option", "smooth_swiglu=true", "--fp8-option", "always=true")
+    smooth = ("--fp8-option", "scaling=smooth-swiglu", "--fp8-option", "always=true")
     succeed("--precision", "fp8", "--steps", 4, "--save", 2, "--out", tmp_path / "whole", *smooth, *data, *SMALL)
     whole, resumed = (tmp_path / name / "fp8" for name in ("whole", "resumed"))
     succeed("--resume", whole / "checkpoints" / "step-00000002", "--out", tmp_path / "resumed")

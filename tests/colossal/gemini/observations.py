@@ -52,8 +52,8 @@ def assert_are_casts_of_masters(run: Any, power_of_two: bool = False) -> None:
     for name, layer in layers(run):
         chunk, config = manager.get_chunk(layer.weight), layer.fp8_config
         manager.access_chunk(chunk)
-        found = layer.fp8_weight.forward([layer.weight], config, transpose=True)
-        transpose, _ = layer.fp8_weight.backward([layer.weight], config)()
+        found = layer.fp8_weight.forward([layer.weight], layer.fp8_casts, transpose=True)
+        transpose, _ = layer.fp8_weight.backward([layer.weight], layer.fp8_casts)()
         data, expected_transpose, inverse_scale = cast.reference(
             whole[f"{name}.weight"],
             config.weight_format,

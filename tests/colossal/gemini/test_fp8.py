@@ -15,6 +15,7 @@ from torch import nn
 from fp8booster import FP8Config, comm, report
 from fp8booster.colossal.gemini.chunks import ReducedChunk
 from fp8booster.comm.transport import agree_on_amax
+from fp8booster.config import Formats
 from fp8booster.monitor.traffic import bytes_sent, count_traffic
 from fp8booster.nn import sharding
 from fp8booster.nn.linear import speed_model
@@ -102,8 +103,8 @@ def test_a_step_sends_at_most_0_52_of_the_bytes_of_16_bits(option: str) -> None:
 @pytest.mark.parametrize("option", ["defaults", "kept gathered", "all on the host", "powers of two", "E5M2"])
 def test_a_weight_is_the_cast_of_its_whole_master(option: str) -> None:
     formats = {
-        "powers of two": {"power_of_two": True},
-        "E5M2": {"weight_format": torch.float8_e5m2, "gradient_format": torch.float8_e4m3fn},
+        "powers of two": {"scaling": "amax"},
+        "E5M2": {"formats": Formats(weight=torch.float8_e5m2, gradient=torch.float8_e4m3fn)},
     }.get(option, {})
     run = boost(wire(fp8_config=config(fused=False, **formats), **OPTIONS.get(option, {})))
     for _ in range(2):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fp8booster import FP8Config, comm, report
+from fp8booster.config import Formats
 from fp8booster.kernels.cast import cast
 from fp8booster.monitor.traffic import count_traffic
 from fp8booster.nn.fused.merged_layers import MergedLayers, merged_layers
@@ -58,7 +59,7 @@ def test_merged_weights_are_the_cast_of_their_masters_under_one_scale(option: st
             weights, setting = merged.weights, merged.layers[0].fp8_config
             chunk = manager.get_chunk(weights[0])
             manager.access_chunk(chunk)
-            found = merged.fp8_weight.forward(weights, setting, transpose=True)
+            found = merged.fp8_weight.forward(weights, merged.fp8_casts, transpose=True)
             begin = chunk.tensors_info[weights[0]].offset
             assert found.data.data_ptr() == chunk.cuda_global_chunk.data_ptr() + begin  # no copy
             assert found.inverse_scale.data_ptr() % 16 == 0
@@ -70,7 +71,7 @@ def test_merged_weights_are_the_cast_of_their_masters_under_one_scale(option: st
                 power_of_two=False,
                 amax=None,
             )
-            late_transpose, late_scale = merged.fp8_weight.backward(weights, setting)()
+            late_transpose, late_scale = merged.fp8_weight.backward(weights, merged.fp8_casts)()
             assert torch.equal(found.data.view(torch.uint8), data.view(torch.uint8))
             assert torch.equal(late_transpose.view(torch.uint8), transpose.view(torch.uint8))
             assert torch.equal(found.inverse_scale, inverse_scale)
@@ -78,7 +79,7 @@ def test_merged_weights_are_the_cast_of_their_masters_under_one_scale(option: st
             assert_same_on_all_ranks(found.data)
             parts = data.split([len(weight) for weight in weights])
             for layer, part in zip(merged.layers, parts, strict=True):  # one by one they read the same
-                alone = layer.fp8_weight.forward([layer.weight], setting, transpose=True)
+                alone = layer.fp8_weight.forward([layer.weight], layer.fp8_casts, transpose=True)
                 assert torch.equal(alone.data.view(torch.uint8), part.view(torch.uint8))
                 assert torch.equal(alone.inverse_scale, inverse_scale)
             (manager.fake_release_chunk if chunk.keep_gathered else manager.release_chunk)(chunk)
@@ -113,7 +114,7 @@ def test_a_fused_model_learns_as_an_unfused_one(option: str) -> None:
         "16 bits on the wire": ({"fp8_communication": False}, {}),
         "no masters": ({"master_weights": False}, {}),
         "fp16": (FP16, {}),
-        "E5M2": ({}, {"weight_format": torch.float8_e5m2, "gradient_format": torch.float8_e4m3fn}),
+        "E5M2": ({}, {"formats": Formats(weight=torch.float8_e5m2, gradient=torch.float8_e4m3fn)}),
         "head in FP8": ({}, {"layers": _all_layers}),
     }[option]
     run = boost(fused(**arguments, options=setting))

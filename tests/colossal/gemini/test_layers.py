@@ -228,7 +228,7 @@ def test_wrong_values_are_refused_with_what_to_give() -> None:
     with pytest.raises(TypeError, match=r"'max_prefetchs'; did you mean max_prefetch"):
         ours(max_prefetchs=2)
     with pytest.raises(TypeError, match=r"give an fp8booster.FP8Config"):
-        wire(fp8_config={"power_of_two": True})
+        wire(fp8_config={"scaling": "amax"})
     with pytest.raises(ValueError, match=r"'bf16' or 'fp16', not 'fp32'"):
         wire(precision="fp32")
     with pytest.raises(ValueError, match=r"no layer of the model would compute in FP8"):

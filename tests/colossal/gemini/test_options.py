@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fp8booster import FP8Config
+from fp8booster.comm import Encoding
 from tests.colossal.gemini.observations import FP16, OPTIONS, assert_are_casts_of_masters
 from tests.colossal.gemini.runs import OFFLOADED, boost, config, masters, native, wire
 from tests.colossal.zero.runs import CLOSE, Layers, batch, features, step
@@ -76,9 +77,9 @@ def test_it_trains_near_native(option: str) -> None:
         "16 bits on the wire": {"fp8_communication": False},
         "no masters": {"master_weights": False},
         "rowwise": {"fp8_config": config(granularity="rowwise")},
-        "smooth SwiGLU": {"fp8_config": config(smooth_swiglu=True)},
+        "smooth SwiGLU": {"fp8_config": config(scaling="smooth-swiglu")},
         "fp16": FP16,
-        "one scale a message": {"fp8_config": config(gradient_scaling="tensor")},
+        "one scale a message": {"fp8_config": config(messages=Encoding(block_size=None))},
         "all on the host": OFFLOADED,
     }[option]
     theirs = {name: value for name, value in options.items() if name not in ("fp8_config", "fp8_communication")}

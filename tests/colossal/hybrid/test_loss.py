@@ -20,6 +20,7 @@ from fp8booster.monitor.traffic import count_traffic
 from fp8booster.nn.fused import fused_summary, linear_cross_entropy, use_fused_loss, use_native_loss, why_not_fused
 from fp8booster.nn.fused import loss as loss_module
 from fp8booster.nn.fused.vocabulary import NAME, UNCOMPRESSED_REASON, VocabularyPart
+from fp8booster.nn.weights.casting import Casts
 from tests.colossal.hybrid.runs import LENGTH, MODES, HybridRun, fp8, parts, sizes, start
 from tests.colossal.hybrid.test_sharded_models import MODELS
 from tests.colossal.models import tiny_llama
@@ -121,7 +122,7 @@ def test_in_fp8_too_a_head_spread_over_ranks_computes_what_a_whole_one_does() ->
     found = []
     for own, vocabulary in ((slice(None), None), (rows, part)):
         leaves = [value.bfloat16().requires_grad_() for value in (hidden, weight[own])]
-        loss = linear_cross_entropy(*leaves, targets, config=config, vocabulary=vocabulary)
+        loss = linear_cross_entropy(*leaves, targets, vocabulary=vocabulary, casts=Casts(config))
         loss.backward()
         found.append((loss, leaves[0].grad.float(), leaves[1].grad.float()))
     (loss, of_hidden, of_weight), (own_loss, own_hidden, own_weight) = found

@@ -132,6 +132,6 @@ def test_wrong_arguments_are_refused_with_what_to_give() -> None:
     with pytest.raises(TypeError, match=r"did you mean fp8_config"):
         ours("DP2", fp8_confg=FP8Config())
     with pytest.raises(TypeError, match=r"give an fp8booster.FP8Config"):
-        fp8("DP2", fp8_config={"power_of_two": True})
+        fp8("DP2", fp8_config={"scaling": "amax"})
     with pytest.raises(ValueError, match=r"'bf16' or 'fp16', not 'fp32'"):
         fp8("DP2", precision="fp32")

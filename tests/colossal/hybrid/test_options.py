@@ -13,6 +13,7 @@ from torch import nn
 
 from fp8booster import FP8Config, comm, report
 from fp8booster.colossal.hybrid.model import FP8HybridParallelModule
+from fp8booster.comm import Encoding
 from fp8booster.nn.linear.layer import FP8Layer
 from tests.colossal.hybrid.runs import (
     MAKERS,
@@ -31,6 +32,8 @@ from tests.colossal.models import tiny_llama
 from tests.distributed import ranks
 from tests.plugins.test_low_level_zero_lora import lora_config
 from tests.plugins.training import assert_close, assert_equal
+
+ENCODINGS = (Encoding(block_size=None), Encoding(automatic_scaling=True))
 
 CLOSE = 1e-2
 """How far a loss may lie from that in 16 bits, in the first steps."""
@@ -161,9 +164,9 @@ def test_late_gathers_reach_sharded_layers(mode: str) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("scaling", ["tensor", "auto"])
-def test_gradient_scalings_train_under_zero(scaling: str) -> None:
-    config = FP8Config(gradient_scaling=scaling)
+@pytest.mark.parametrize("messages", ENCODINGS, ids=["tensor", "automatic"])
+def test_gradient_scalings_train_under_zero(messages: Encoding) -> None:
+    config = FP8Config(messages=messages)
     losses = learn(start(fp8("DP2 ZeRO 1", fp8_config=config)))
     assert_close(losses_of("native", "DP2 ZeRO 1"), losses, CLOSE)
     assert losses != losses_of("fp8", "DP2 ZeRO 1")
@@ -178,7 +181,7 @@ def test_without_fp8_communication_nothing_is_sent_in_fp8(mode: str) -> None:
     rows = comm.statistics().rows
     assert sum(row.calls - sum(row.uncompressed.values()) for row in rows.values()) == 0, rows
     assert any(isinstance(module, FP8Layer) for module in run.model.modules())
-    off = start(fp8(mode, fp8_config=FP8Config(communication=False)))
+    off = start(fp8(mode, fp8_config=FP8Config(messages=None)))
     assert learn(off) == losses
 
 
@@ -204,7 +207,7 @@ def test_gradient_checkpointing_changes_no_bit(mode: str) -> None:
 @ranks(2)
 @pytest.mark.parametrize(("mode", "layers"), [("PP2 1f1b", 2), ("PP2 1f1b ZeRO 1", 4), ("PP2 interleaved", 5)])
 def test_layers_at_both_ends_of_a_pipeline_stay_in_16_bits(mode: str, layers: int) -> None:
-    config = FP8Config(first_last_layers_in_16_bits=1)
+    config = FP8Config(high_precision_ends=1)
     if layers == 2:  # one stage for each
         with pytest.raises(ValueError, match="no layer of the model would compute in FP8"):
             start(fp8(mode, fp8_config=config), tiny_llama(num_hidden_layers=layers))
@@ -220,7 +223,7 @@ def test_layers_at_both_ends_of_a_pipeline_stay_in_16_bits(mode: str, layers: in
 
 @ranks(2)
 @pytest.mark.parametrize("mode", ["TP2 ZeRO 1", "TP2 split_gather", "PP2 1f1b"])
-@pytest.mark.parametrize("options", [{"smooth_swiglu": True}, {"granularity": "blockwise"}], ids=["smooth", "blocks"])
+@pytest.mark.parametrize("options", [{"scaling": "smooth-swiglu"}, {"scaling": "blockwise"}], ids=["smooth", "blocks"])
 def test_other_scales_train_as_those_of_tensors(mode: str, options: dict[str, Any]) -> None:
     large = {"hidden_size": 256, "intermediate_size": 512}
     expected, losses = (

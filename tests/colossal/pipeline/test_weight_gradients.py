@@ -9,7 +9,8 @@ from torch import nn
 import fp8booster.colossal  # noqa: F401  (patches colossalai before it is imported)
 from fp8booster import FP8Config
 from fp8booster.nn.linear.functional import linear_from_quantized
-from fp8booster.nn.weights.casting import quantize_input, quantize_weight
+from fp8booster.nn.weights.casting import Casts
+from fp8booster.scaling import INPUT
 
 BF16 = torch.bfloat16
 CONFIG = FP8Config()
@@ -30,9 +31,15 @@ def forward(x: torch.Tensor, weight: nn.Parameter, held: object = None) -> torch
     from fp8booster.colossal.pipeline import defer_weight_gradient
 
     defer = None if held is None else defer_weight_gradient(held)
-    x8 = quantize_input(x, CONFIG, transposed=True)
+    x8 = Casts(CONFIG).quantize(INPUT, x, transposed=True)
     return linear_from_quantized(
-        x, weight, None, x8, quantize_weight(weight, CONFIG, transposed=True), CONFIG, defer=defer
+        x,
+        weight,
+        None,
+        x8,
+        Casts(CONFIG).quantize_weight(weight, transposed=True),
+        Casts(Casts(Casts(CONFIG))),
+        defer=defer,
     )
 
 

@@ -277,7 +277,7 @@ def test_a_copy_and_a_second_conversion_work() -> None:
     twin = copy.deepcopy(layer)
     x = torch.randn(2, 16, 64).bfloat16()
     assert torch.equal(layer(x), twin(x))
-    again = converted(twin, granularity="rowwise")
+    again = converted(twin, scaling="rowwise")
     assert again.fp8_config.rowwise
 
 

@@ -7,10 +7,13 @@ import torch
 import torch.distributed as dist
 
 from fp8booster import FP8Config, comm
+from fp8booster.comm import Encoding
 from fp8booster.monitor.traffic import bytes_sent, count_traffic
 from tests.colossal.zero.runs import CLOSE, Layers, assert_same_on_all_ranks, batch, wire
 from tests.distributed import ranks
 from tests.plugins.training import STAGES, assert_close, assert_trains_equally, boost, native, train
+
+ENCODINGS = (Encoding(block_size=None), Encoding(automatic_scaling=True))
 
 
 @ranks(4)
@@ -27,9 +30,9 @@ def test_over_two_groups_both_stages_train_alike_and_near_16_bits(late_weights: 
 
 
 @ranks(4)
-@pytest.mark.parametrize("scaling", ["tensor", "auto"])
-def test_over_two_groups_gradients_may_be_scaled_otherwise(scaling: str) -> None:
-    config = FP8Config(gradient_scaling=scaling)
+@pytest.mark.parametrize("messages", ENCODINGS, ids=["tensor", "automatic"])
+def test_over_two_groups_gradients_may_be_scaled_otherwise(messages: Encoding) -> None:
+    config = FP8Config(messages=messages)
     runs = [boost(wire(stage=stage, extra_dp_size=2, fp8_config=config)) for stage in STAGES]
     assert_trains_equally(*runs)
     again = boost(wire(extra_dp_size=2, fp8_config=config))

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fp8booster import FP8Config, forget_weights
+from fp8booster.config import WeightCopies
 from fp8booster.nn import report
 from tests.colossal.models import tiny_llama
 from tests.colossal.zero.runs import CLOSE, batch, features, gathered, masters, step, wire
@@ -25,7 +26,12 @@ from tests.plugins.training import STAGES, Boosted, assert_close, assert_equal, 
 def alone(**arguments: object) -> Boosted:
     """A run whose weights of FP8 layers have no value in 16 bits."""
     options = {name: arguments.pop(name) for name in ("fused", "keep_weight_transposes") if name in arguments}
-    return boost(wire(fp8_config=FP8Config(**{"weights_in_16_bits": False, "fused": False, **options}), **arguments))
+    return boost(
+        wire(
+            fp8_config=FP8Config(**{**options, "weight_copies": WeightCopies(high_precision=False), "fused": False}),
+            **arguments,
+        )
+    )
 
 
 @ranks(2)
@@ -45,7 +51,7 @@ def test_by_default_large_models_keep_their_weights_in_fp8_alone() -> None:
     undisturbed, memory.gpu_memory = memory.gpu_memory, lambda: 1
     try:
         run = boost(wire())
-        asked = boost(wire(fp8_config=FP8Config(fused=False, weights_in_16_bits=True)))
+        asked = boost(wire(fp8_config=FP8Config(fused=False, weight_copies=WeightCopies(high_precision=True))))
     finally:
         memory.gpu_memory = undisturbed
     beside = boost(wire())
@@ -54,7 +60,7 @@ def test_by_default_large_models_keep_their_weights_in_fp8_alone() -> None:
     assert gathered(run)
     for _, layer in gathered(run):
         assert layer.held_weight.isnan().all()
-        assert layer.fp8_weight.forward([layer.held_weight], layer.fp8_config, transpose=False).transpose.numel() == 0
+        assert layer.fp8_weight.forward([layer.held_weight], layer.fp8_casts, transpose=False).transpose.numel() == 0
     assert "without 16-bit copies and transposes of their weights" in report(run.model).summary()
     train(asked, steps=1)
     for kept in (beside, asked):
@@ -90,7 +96,7 @@ class Bypassing(nn.Module):
 
 
 def reader(weights_in_16_bits: bool) -> Boosted:
-    options = FP8Config(weights_in_16_bits=weights_in_16_bits, always=True)
+    options = FP8Config(weight_copies=WeightCopies(high_precision=weights_in_16_bits), always=True)
     return boost(wire(fp8_config=options, max_norm=1.0), Reader())
 
 
@@ -118,7 +124,7 @@ def test_what_reads_a_weight_in_evaluation_alone_finds_its_values(mode: str) -> 
     runs, losses = [], []
     for weights_in_16_bits in (True, False):
         torch.manual_seed(0)
-        options = FP8Config(weights_in_16_bits=weights_in_16_bits, always=True)
+        options = FP8Config(weight_copies=WeightCopies(high_precision=weights_in_16_bits), always=True)
         run = boost(wire(fp8_config=options), Bypassing())
         losses += [step(run, features()) for _ in range(2)]
         run.model.eval()
@@ -160,7 +166,9 @@ def test_an_optimizer_that_reads_the_weights_finds_their_values() -> None:
     runs = []
     for weights_in_16_bits in (True, False):
         model = tiny_llama()
-        booster = Booster(plugin=wire(fp8_config=FP8Config(weights_in_16_bits=weights_in_16_bits)))
+        booster = Booster(
+            plugin=wire(fp8_config=FP8Config(weight_copies=WeightCopies(high_precision=weights_in_16_bits)))
+        )
         model, optimizer, *_ = booster.boost(model, Lamb(model.parameters(), lr=1e-3))
         runs.append(Boosted(booster, model.train(), optimizer))
     assert train(runs[0], steps=3) == train(runs[1], steps=3)
@@ -171,9 +179,9 @@ def test_an_optimizer_that_reads_the_weights_finds_their_values() -> None:
 def test_it_trains_bit_for_bit_as_with_transposes_kept() -> None:
     for fused in (False, True):
         beside = alone(fused=fused)
-        run = alone(fused=fused, keep_weight_transposes=False)
+        run = alone(fused=fused, weight_copies=WeightCopies(transposes=False))
         assert all(
-            layer.fp8_weight.forward([layer.held_weight], layer.fp8_config, transpose=False).transpose.numel() == 0
+            layer.fp8_weight.forward([layer.held_weight], layer.fp8_casts, transpose=False).transpose.numel() == 0
             for _, layer in gathered(run)
         )
         assert train(beside, steps=3) == train(run, steps=3)
@@ -217,7 +225,7 @@ def test_boosting_again_keeps_the_weights() -> None:
 
 @ranks(2)
 def test_a_step_between_a_forward_and_its_backward_is_refused_without_transposes() -> None:
-    run = alone(keep_weight_transposes=False)
+    run = alone(weight_copies=WeightCopies(transposes=False))
     loss = run.loss(batch())
     train(run, steps=1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -249,7 +257,7 @@ def test_what_is_saved_holds_values_and_changes_nothing(how: str) -> None:
     if how == "state dict":
         saved = run.model.unwrap().state_dict()
         for name, layer in gathered(run):
-            copy = layer.fp8_weight.forward([layer.held_weight], layer.fp8_config, transpose=True)
+            copy = layer.fp8_weight.forward([layer.held_weight], layer.fp8_casts, transpose=True)
             assert torch.equal(saved[name], copy.dequantize(*layer.held_weight.shape).to(layer.held_weight.dtype))
     else:
         path = str(shared_folder("alone") / "model.bin")

@@ -11,7 +11,7 @@ from fp8booster.colossal.zero.gathered_weights import WeightBatch
 from fp8booster.kernels.cast import cast
 from fp8booster.nn.fused.merged_layers import MergedLayers, merged_layers
 from fp8booster.nn.weights import cached
-from fp8booster.nn.weights.casting import quantize_weight
+from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.engine import EngineWeight
 from tests.colossal.zero.runs import CLOSE, assert_same_on_all_ranks, batch, gathered, masters, names, wire
 from tests.distributed import ranks
@@ -64,7 +64,7 @@ def test_merged_weights_are_the_cast_of_their_masters_under_one_scale(stage: int
     for _ in range(2):
         train(run, steps=1)
         for group in groups:
-            found = group.fp8_weight.forward(group.weights, group.layers[0].fp8_config, transpose=True)
+            found = group.fp8_weight.forward(group.weights, group.fp8_casts, transpose=True)
             assert group.fp8_weight.is_provided(group.weights)
             data, transpose, inverse_scale = cast.reference(
                 whole_masters(run, group),
@@ -137,7 +137,7 @@ def test_a_step_that_gives_some_of_the_merged_no_gradient_keeps_their_scale_righ
         power_of_two=False,
         amax=None,
     )
-    found = group.fp8_weight.forward(group.weights, group.layers[0].fp8_config, transpose=True)
+    found = group.fp8_weight.forward(group.weights, group.fp8_casts, transpose=True)
     assert torch.equal(found.data.view(torch.uint8), data.view(torch.uint8))
     assert torch.equal(found.inverse_scale, inverse_scale)
 
@@ -156,14 +156,14 @@ def test_weights_changed_by_hand_and_forgotten_are_cast_anew_until_the_next_step
     forget_weights(model)
     for group in groups:
         config = group.layers[0].fp8_config
-        expected = quantize_weight(torch.cat(list(group.weights)), config, transposed=True)
-        found = group.fp8_weight.forward(group.weights, group.layers[0].fp8_config, transpose=True)
+        expected = Casts(config).quantize_weight(torch.cat(list(group.weights)), transposed=True)
+        found = group.fp8_weight.forward(group.weights, group.fp8_casts, transpose=True)
         assert torch.equal(found.data.view(torch.uint8), expected.data.view(torch.uint8))
         assert torch.equal(found.transpose.view(torch.uint8), expected.transpose.view(torch.uint8))
         assert torch.equal(found.inverse_scale, expected.inverse_scale)
         for layer in group.layers:
-            alone = layer.fp8_weight.forward([layer.weight], config, transpose=True)
-            expected = quantize_weight(layer.weight, config, transposed=True)
+            alone = layer.fp8_weight.forward([layer.weight], layer.fp8_casts, transpose=True)
+            expected = Casts(config).quantize_weight(layer.weight, transposed=True)
             assert torch.equal(alone.inverse_scale, expected.inverse_scale)
     train(run, steps=1)
     assert all(group.fp8_weight.is_provided(group.weights) for group in groups)

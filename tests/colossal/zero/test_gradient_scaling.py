@@ -1,4 +1,4 @@
-"""`FP8Config.gradient_scaling`: each value trains, in both stages alike."""
+"""Encodings of gradients: each trains, in both stages alike."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fp8booster import FP8Config, comm
+from fp8booster.comm import Encoding
 from fp8booster.monitor.traffic import bytes_sent
 from tests.colossal.zero.runs import CLOSE, assert_same_on_all_ranks, batch, masters, wire
 from tests.colossal.zero.test_traffic import traffic
@@ -24,19 +25,21 @@ from tests.plugins.training import (
     train,
 )
 
+ENCODINGS = (Encoding(block_size=None), Encoding(automatic_scaling=True))
 
-def scaled(scaling: str, stage: int = 2) -> Boosted:
+
+def scaled(messages: Encoding, stage: int = 2) -> Boosted:
     """A run of `tiny_llama` with this scaling."""
-    return boost(wire(stage=stage, fp8_config=FP8Config(gradient_scaling=scaling)))
+    return boost(wire(stage=stage, fp8_config=FP8Config(messages=messages)))
 
 
 @ranks(2)
-@pytest.mark.parametrize("scaling", ["tensor", "auto"])
-def test_both_stages_train_alike_near_16_bits_and_not_as_with_blocks(scaling: str) -> None:
-    runs = [scaled(scaling, stage) for stage in STAGES]
+@pytest.mark.parametrize("messages", ENCODINGS, ids=["tensor", "automatic"])
+def test_both_stages_train_alike_near_16_bits_and_not_as_with_blocks(messages: Encoding) -> None:
+    runs = [scaled(messages, stage) for stage in STAGES]
     assert_trains_equally(*runs)
     assert_equal(*map(masters, runs))
-    losses = train(scaled(scaling))
+    losses = train(scaled(messages))
     assert_close(train(boost(native())), losses, CLOSE)
     assert losses != train(scaled("block"))
 
@@ -66,9 +69,9 @@ def test_what_automatic_scaling_sends_is_in_the_statistics() -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("scaling", ["tensor", "auto"])
-def test_real_text_is_learned_as_with_gradients_in_16_bits(scaling: str) -> None:
-    plugin = wire(stage=2, max_norm=1.0, fp8_config=FP8Config(gradient_scaling=scaling))
+@pytest.mark.parametrize("messages", ENCODINGS, ids=["tensor", "automatic"])
+def test_real_text_is_learned_as_with_gradients_in_16_bits(messages: Encoding) -> None:
+    plugin = wire(stage=2, max_norm=1.0, fp8_config=FP8Config(messages=messages))
     losses = (losses_of_16_bit_traffic(), learn(learner(plugin)))
     plain, on_the_wire = (statistics.fmean(run[-LAST:]) for run in losses)
     assert abs(on_the_wire / plain - 1) < WITHIN, (plain, on_the_wire)

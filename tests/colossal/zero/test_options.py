@@ -281,10 +281,10 @@ def test_adapters_train_over_a_frozen_base(stage: int) -> None:
     assert changed == {name for name in before if "lora_" in name}
 
 
-BLOCKWISE = FP8Config(granularity="blockwise")
+BLOCKWISE = FP8Config(scaling="blockwise")
 NOT_GATHERED = {
     "odd sizes": lambda: (wire(), Layers(64, 72, 64), "size no multiple of 16"),
-    "rowwise": lambda: (wire(fp8_config=FP8Config(granularity="rowwise")), Layers(64, 64, 64), "rowwise scales"),
+    "rowwise": lambda: (wire(fp8_config=FP8Config(scaling="rowwise")), Layers(64, 64, 64), "rowwise scales"),
     "blockwise": lambda: (wire(fp8_config=BLOCKWISE), Layers(128, 256, 128), "blockwise scales"),
     "no masters": lambda: (wire(master_weights=False), Layers(64, 64, 64), "no master weights"),
 }
@@ -312,7 +312,7 @@ def test_weights_that_are_not_sent_in_fp8_train_and_are_counted_with_the_reason(
 def test_layers_with_scales_by_channel_are_gathered_in_16_bits_and_losses_follow(stage: int) -> None:
     from fp8booster import comm
 
-    run = boost(wire(stage=stage, fp8_config=FP8Config(smooth_swiglu=True)), tiny_llama())
+    run = boost(wire(stage=stage, fp8_config=FP8Config(scaling="smooth-swiglu")), tiny_llama())
     assert len(run.optimizer.gathered_weights) == 12
     comm.reset_statistics()
     losses = train(run)

@@ -10,11 +10,12 @@ import torch
 from fp8booster import FP8Config, FP8Linear, comm
 from fp8booster.colossal.zero import gathered_weights
 from fp8booster.colossal.zero.gathered_weights import GatheredWeight, GatheredWeights, Shard, WeightBatch
+from fp8booster.config import WeightCopies
 from fp8booster.kernels.cast import cast
 from fp8booster.nn import sharding
 from fp8booster.nn.sharding import ScaleGroup
-from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.engine import EngineWeight
+from fp8booster.scaling import RealTime
 from fp8booster.tensor import QuantizedMatrix
 
 RANKS = 3
@@ -44,15 +45,6 @@ def gathered_weights_under_one_scale(*rows: int, columns: int = 32, **options: o
     ]
 
 
-class Noting(Casts):
-    """Notes what an engine has cast of its weight."""
-
-    sees_weights = True
-
-    def note_weight(self, values: torch.Tensor, data: torch.Tensor, inverse_scale: torch.Tensor) -> None:
-        self.noted = values, data, inverse_scale
-
-
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_a_rank_casts_its_part_and_knows_how_much_of_it_is_padding(rank: int) -> None:
     weights = [gathered_weight(16), gathered_weight(32), gathered_weight(16, columns=16)]
@@ -74,8 +66,9 @@ def test_a_weight_smaller_than_the_parts_before_has_no_values_here() -> None:
 
 @pytest.mark.parametrize("kinds", [(False, False), (True, True), (False, True), (True, False)], ids=str)
 def test_each_weight_is_cast_by_its_own_layers_rounding_of_scales(kinds: tuple[bool, ...]) -> None:
-    weights = [gathered_weight(16, power_of_two=kind) for kind in kinds]
-    weights[1].layer.fp8_casts = casts = Noting()
+    weights = [gathered_weight(16, scaling=RealTime(power_of_two=kind)) for kind in kinds]
+    noted: list[tuple] = []
+    weights[1].layer.fp8_casts.weight_observers.append(lambda *what: noted.append(what))
     rank, size, count = 2, 171, 170  # the last part has a value of padding
     batch = WeightBatch(weights, RANKS, rank)
     shards = [torch.randn(size) for _ in weights]
@@ -90,7 +83,7 @@ def test_each_weight_is_cast_by_its_own_layers_rounding_of_scales(kinds: tuple[b
         assert torch.equal(part.view(torch.uint8), data[0, :size].view(torch.uint8))
         assert torch.equal(each.quantized.inverse_scale, inverse_scale)
         assert not each.flat[: rank * size].view(torch.uint8).any()
-    values, data, inverse_scale = casts.noted
+    ((values, data, inverse_scale),) = noted
     assert torch.equal(values, shards[1][:count])
     assert torch.equal(data.view(torch.uint8), weights[1].flat[rank * size :][:count].view(torch.uint8))
     assert inverse_scale is weights[1].quantized.inverse_scale
@@ -146,7 +139,7 @@ def test_padding_is_left_out_where_the_amax_is_to_be_found(monkeypatch: pytest.M
 def test_memory_holds_the_rows_of_all_and_a_transpose_where_one_is_multiplied(
     transposes: bool, lies_transposed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weights = gathered_weights_under_one_scale(16, 48, 32, keep_weight_transposes=transposes)
+    weights = gathered_weights_under_one_scale(16, 48, 32, weight_copies=WeightCopies(transposes=transposes))
     monkeypatch.setattr(FP8Linear, "weight_is_transposed", lies_transposed)
     flat, (data, transpose, inverse_scale, _) = of_optimizer(weights)._memory([each.layer for each in weights])
     assert data.shape == (96, 32)
@@ -189,7 +182,10 @@ def test_batches_end_when_they_are_large_and_keep_those_of_one_scale_together(mo
 
 @pytest.mark.parametrize("differs", ["nothing", "group", "configuration", "padding"])
 def test_weights_lie_together_where_none_of_these_differs(differs: str) -> None:
-    weights = [gathered_weight(16, power_of_two=differs == "configuration" and number == 1) for number in range(3)]
+    weights = [
+        gathered_weight(16, scaling=RealTime(power_of_two=differs == "configuration" and number == 1))
+        for number in range(3)
+    ]
     made = of_optimizer(weights, {2: "another"} if differs == "group" else None)
     if differs == "padding":
         padded = made._optimizer._working_param_to_padded_working_param

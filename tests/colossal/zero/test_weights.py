@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fp8booster import FP8Config
+from fp8booster.config import Formats
 from fp8booster.kernels.cast import cast
 from fp8booster.nn.weights import cached, source
 from tests.colossal.zero.runs import Layers, assert_same_on_all_ranks, batch, features, gathered, masters, step, wire
@@ -20,7 +21,7 @@ from tests.nn.reference import count_calls
 from tests.plugins.test_low_level_zero_fp8 import LAYERS
 from tests.plugins.training import STAGES, Boosted, assert_close, assert_equal, boost, native, ours, rank_batches, train
 
-CONFIGS = {"defaults": {}, "powers of two": {"power_of_two": True}, "E5M2": {"weight_format": torch.float8_e5m2}}
+CONFIGS = {"defaults": {}, "powers of two": {"scaling": "amax"}, "E5M2": {"formats": Formats(weight=torch.float8_e5m2)}}
 
 
 def assert_is_cast_of_masters(run: Boosted) -> None:
@@ -28,7 +29,7 @@ def assert_is_cast_of_masters(run: Boosted) -> None:
     whole = masters(run)
     for name, layer in gathered(run):
         config, weight = layer.fp8_config, layer.weight
-        found = layer.fp8_weight.forward([weight], config, transpose=True)
+        found = layer.fp8_weight.forward([weight], layer.fp8_casts, transpose=True)
         data, transpose, inverse_scale = cast.reference(
             whole[name], config.weight_format, plain=True, transposed=True, power_of_two=config.power_of_two, amax=None
         )
@@ -45,7 +46,7 @@ def assert_is_cast_of_masters(run: Boosted) -> None:
 def test_a_gathered_weight_is_the_cast_of_the_whole_master(config: str) -> None:
     formats = CONFIGS[config]
     if "weight_format" in formats:
-        formats = formats | {"gradient_format": torch.float8_e4m3fn}
+        formats = formats | {"formats": Formats(gradient=torch.float8_e4m3fn)}
     for stage in STAGES:
         run = boost(wire(stage=stage, fp8_config=FP8Config(**formats, fused=False)))
         assert len(list(gathered(run))) == LAYERS
@@ -70,7 +71,7 @@ def test_no_weight_is_cast_after_the_first_step(stage: int) -> None:
         assert len(casts) == LAYERS
         multiplied = {operand.data_ptr() for pair in products for operand in pair}
         for _, layer in gathered(run):
-            kept = layer.fp8_weight.forward([layer.weight], layer.fp8_config, transpose=True)
+            kept = layer.fp8_weight.forward([layer.weight], layer.fp8_casts, transpose=True)
             assert {kept.data.data_ptr(), kept.transpose.data_ptr()} <= multiplied
         run.model.eval()
         with torch.no_grad():

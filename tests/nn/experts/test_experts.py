@@ -16,6 +16,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MLP
 from transformers.models.mixtral.modeling_mixtral import MixtralBlockSparseTop2MLP
 
 from fp8booster import FP8Config, FP8Linear, convert_to_fp8, report
+from fp8booster.config import Activations, Formats, WeightCopies
 from fp8booster.formats import E5M2
 from fp8booster.nn.experts import grouped as module
 from fp8booster.nn.experts.dispatch import run_experts
@@ -24,7 +25,7 @@ from fp8booster.nn.fused.decoder import mix
 from fp8booster.nn.fused.feed_forward import FusedGatedMLP
 from fp8booster.nn.linear import speed_model
 from fp8booster.nn.weights import freshness
-from fp8booster.nn.weights.casting import quantize_weight
+from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.engine import EngineWeight
 from fp8booster.nn.weights.resharded import ReshardedWeight
 from fp8booster.tensor import QuantizedMatrix
@@ -119,7 +120,9 @@ def test_without_any_token_every_gradient_is_zero() -> None:
 def test_transposes_made_in_backward_give_the_same_bits() -> None:
     found, expected = (
         results(fp8, COUNTS["ragged"], GroupedExperts(fp8))
-        for fp8 in (experts(FP8Config(emulate=True, keep_weight_transposes=kept)) for kept in (False, True))
+        for fp8 in (
+            experts(FP8Config(emulate=True, weight_copies=WeightCopies(transposes=kept))) for kept in (False, True)
+        )
     )
     assert_same(found, expected)
 
@@ -169,7 +172,7 @@ def test_weights_are_cast_once_a_step(casts: list) -> None:
 def reconfigure(fp8: nn.ModuleList) -> None:
     for layer in fp8.modules():
         if isinstance(layer, FP8Linear):
-            layer.fp8_config = FP8Config(emulate=True, power_of_two=True)
+            layer.fp8_casts = layer.fp8_casts.under(FP8Config(emulate=True, scaling="amax"))
 
 
 def write_past_torchs_count(fp8: nn.ModuleList) -> None:
@@ -191,7 +194,7 @@ def let_an_engine_fill_them(fp8: nn.ModuleList) -> None:
         if isinstance(layer, FP8Linear):
             layer.fp8_weight = EngineWeight()
             layer.fp8_weight.fill(
-                [layer.weight], quantize_weight(2 * layer.weight.detach(), layer.fp8_config, transposed=True)
+                [layer.weight], Casts(layer.fp8_config).quantize_weight(2 * layer.weight.detach(), transposed=True)
             )
 
 
@@ -223,23 +226,23 @@ def keep(layer: FP8Linear, quantized: QuantizedMatrix) -> None:
 @pytest.mark.parametrize("transposes", [True, False])
 @pytest.mark.parametrize("together", [True, False])
 def test_weights_that_an_engine_keeps_are_read_as_they_are(together: bool, transposes: bool, casts) -> None:
-    config = FP8Config(emulate=True, weights_in_16_bits=False, keep_weight_transposes=transposes)
+    config = FP8Config(emulate=True, weight_copies=WeightCopies(high_precision=False, transposes=transposes))
     fp8 = experts(config)
     for number, expert in enumerate(fp8):
         expert.w1.weight.data.mul_(number + 1)  # scales differ
     exact = results(in_fp32(fp8), COUNTS["ragged"], None)
     for expert in fp8:
-        keep(expert.w2, quantize_weight(expert.w2.weight, config, transposed=transposes))
+        keep(expert.w2, Casts(config).quantize_weight(expert.w2.weight, transposed=transposes))
         if together:  # as ZeRO gathers merged layers
-            whole = quantize_weight(
-                torch.cat([expert.w1.weight, expert.w3.weight]).detach(), config, transposed=transposes
+            whole = Casts(config).quantize_weight(
+                torch.cat([expert.w1.weight, expert.w3.weight]).detach(), transposed=transposes
             )
             cut = [whole.transpose] * 2 if not transposes else whole.transpose.split(FEATURES, 1)
             for layer, data, transpose in zip((expert.w1, expert.w3), whole.data.split(FEATURES), cut, strict=True):
                 keep(layer, QuantizedMatrix(data, transpose, whole.inverse_scale, None))
         else:
             for layer in (expert.w1, expert.w3):
-                keep(layer, quantize_weight(layer.weight, config, transposed=transposes))
+                keep(layer, Casts(config).quantize_weight(layer.weight, transposed=transposes))
     grouped = GroupedExperts(fp8)
     casts.clear()
     found = results(fp8, COUNTS["ragged"], grouped)
@@ -287,7 +290,7 @@ WHY = {
     "the activation is GELU": lambda fp8: setattr(fp8[1], "act_fn", nn.GELU()),
     "the activation is Derived": lambda fp8: setattr(fp8[1], "act_fn", Derived()),
     "the layers' FP8Configs differ": lambda fp8: setattr(
-        fp8[1].w1, "fp8_config", FP8Config(emulate=True, power_of_two=True)
+        fp8[1].w1, "fp8_casts", Casts.in_training(FP8Config(emulate=True, scaling="amax"))
     ),
     "a layer has a bias": lambda fp8: setattr(fp8[1].w1, "bias", nn.Parameter(torch.ones(FEATURES).bfloat16())),
     "the experts' sizes differ": lambda fp8: _resize(fp8[1:2], FEATURES - 16),
@@ -307,8 +310,8 @@ def test_what_cannot_be_grouped_runs_one_by_one_and_says_why(reason: str) -> Non
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (FP8Config(emulate=True, granularity="rowwise"), "rowwise scales"),
-        (FP8Config(emulate=True, input_format=E5M2, gradient_format=torch.float8_e4m3fn), "multiply E4M3 alone"),
+        (FP8Config(emulate=True, scaling="rowwise"), "rowwise scales"),
+        (FP8Config(emulate=True, formats=Formats(input=E5M2, gradient=torch.float8_e4m3fn)), "multiply E4M3 alone"),
     ],
 )
 def test_configurations_that_cannot_be_grouped(config: FP8Config, reason: str) -> None:
@@ -327,7 +330,7 @@ def test_experts_whose_class_was_given_another_forward_are_not_grouped(monkeypat
 def test_layers_of_an_expert_with_configurations_of_their_own_are_not_grouped(name: str) -> None:
     fp8 = experts()
     for expert in fp8:
-        getattr(expert, name).fp8_config = FP8Config(emulate=True, power_of_two=True)
+        getattr(expert, name).fp8_casts = getattr(expert, name).fp8_casts.under(FP8Config(emulate=True, scaling="amax"))
     assert_one_by_one(fp8, "the layers' FP8Configs differ")
 
 
@@ -454,7 +457,7 @@ def test_the_report_knows_what_is_grouped() -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_the_report_counts_experts_that_save_gate_and_up_in_8_bits(fused: bool) -> None:
-    fp8 = experts(FP8Config(emulate=True, saved_activations="8-bit"))
+    fp8 = experts(FP8Config(emulate=True, activations=Activations(saved="8-bit")))
     if fused:
         for expert in fp8:
             mix(FusedGatedMLP, expert)
@@ -527,7 +530,7 @@ def test_grouped_experts_compute_what_they_compute_one_by_one_on_a_gpu(kept: str
     if kept != "none":
         for layer in (layer for expert in fp8 for layer in expert.children() if isinstance(layer, FP8Linear)):
             layer.fp8_weight = EngineWeight()
-            layer.fp8_weight.fill([layer.weight], quantize_weight(layer.weight, config, transposed=True))
+            layer.fp8_weight.fill([layer.weight], Casts(config).quantize_weight(layer.weight, transposed=True))
     grouped = GroupedExperts(fp8)
     counts = COUNTS["ragged"]
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8booster import FP8Config, convert_to_fp8, forget_weights, report
+from fp8booster.config import Activations, Formats, WeightCopies
 from fp8booster.formats import E5M2
 from fp8booster.nn.experts import held_as_one
 from fp8booster.nn.experts.held_as_one import FP8Experts
@@ -181,7 +182,7 @@ def test_values_and_gradients_are_near_those_in_fp32(form: str, way: str, monkey
     if way == "kernel":
         stand_in(monkeypatch)  # it tells by how weights lie which product is fprop
         if "transposed" in form:
-            config = FP8Config(fast_accumulation_fprop=False, fast_accumulation_dgrad=True)
+            config = FP8Config(fast_accumulation=("dgrad",))
     experts = made(form, config)
     found = results(experts)
     assert_near(found, results(exact(form)), TOLERANCES.get(form, 0.1))
@@ -233,12 +234,12 @@ def test_without_any_token_every_gradient_is_zero() -> None:
 @pytest.mark.parametrize("form", ["gated", "transposed"])
 def test_how_weights_and_activations_are_kept_changes_little_or_nothing(form: str) -> None:
     expected = results(made(form))
-    assert_same(results(made(form, FP8Config(emulate=True, keep_weight_transposes=False))), expected)
+    assert_same(results(made(form, FP8Config(emulate=True, weight_copies=WeightCopies(transposes=False)))), expected)
     resharded = made(form)
     follow_resharding(resharded)
     assert_same(results(resharded), expected)
     assert all(source.held is None for source in resharded.fp8_weights.values())
-    saved = results(made(form, FP8Config(emulate=True, saved_activations="8-bit")))
+    saved = results(made(form, FP8Config(emulate=True, activations=Activations(saved="8-bit"))))
     assert torch.equal(saved["y"], expected["y"])
     assert_near(saved, expected, 0.03)
 
@@ -342,7 +343,7 @@ def replace_a_weight(experts: nn.Module) -> None:
 
 
 def reconfigure(experts: nn.Module) -> None:
-    convert_to_fp8(experts, FP8Config(emulate=True, power_of_two=True))
+    convert_to_fp8(experts, FP8Config(emulate=True, scaling="amax"))
 
 
 @pytest.mark.parametrize(
@@ -408,10 +409,10 @@ class Narrow(Experts):
 
 NEVER: dict[str, tuple[Callable[[], nn.Module], FP8Config]] = {
     "a size is no multiple of 16": (Narrow, QUICK),
-    "rowwise scales": (Experts, FP8Config(granularity="rowwise")),
+    "rowwise scales": (Experts, FP8Config(scaling="rowwise")),
     "grouped products multiply E4M3 alone": (
         Experts,
-        FP8Config(input_format=E5M2, gradient_format=torch.float8_e4m3fn),
+        FP8Config(formats=Formats(input=E5M2, gradient=torch.float8_e4m3fn)),
     ),
     "a forward of its own, which must run": (lambda: with_own_forward(Experts()), QUICK),
     "Untold has no FP8 form": (lambda: type("Untold", (nn.Bilinear,), {})(8, 8, 8), QUICK),
@@ -436,7 +437,7 @@ def test_what_cannot_be_in_fp8_stays_as_it_is_with_the_reason(reason: str) -> No
 
 def test_a_model_of_nothing_else_is_told_of() -> None:
     with pytest.warns(UserWarning, match="rowwise scales"):
-        convert_to_fp8(Experts(), FP8Config(granularity="rowwise"))
+        convert_to_fp8(Experts(), FP8Config(scaling="rowwise"))
 
 
 Given = tuple[torch.Tensor, ...]

@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from fp8booster import FP8Config, FP8Linear, formats
+from fp8booster.config import Formats
 from fp8booster.nn import sharding
 from fp8booster.nn.fsdp import flat_weights
 from fp8booster.nn.fsdp.flat_weights import FlatWeights
 from fp8booster.nn.fused.merged_layers import MergedLayers
-from fp8booster.nn.weights.casting import quantize_weight
+from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.resharded import ReshardedWeight
+from fp8booster.scaling import RealTime
 
 RANKS = 2
 
@@ -46,9 +48,9 @@ def layer(config: FP8Config | None = None, outputs: int = 32) -> FP8Linear:
 @pytest.mark.parametrize(
     "own",
     [
-        FP8Config(power_of_two=True),
-        FP8Config(weight_format=formats.E5M2, gradient_format=formats.E4M3),
-        FP8Config(fast_accumulation_fprop=False),
+        FP8Config(scaling="amax"),
+        FP8Config(formats=Formats(weight=formats.E5M2, gradient=formats.E4M3)),
+        FP8Config(fast_accumulation=()),
     ],
 )
 def test_layers_of_another_configuration_are_gathered_in_16_bits(own) -> None:
@@ -57,7 +59,7 @@ def test_layers_of_another_configuration_are_gathered_in_16_bits(own) -> None:
 
 
 def test_what_cannot_be_gathered_in_fp8_has_its_reason() -> None:
-    odd, rowwise = layer(outputs=24), layer(FP8Config(granularity="rowwise"))
+    odd, rowwise = layer(outputs=24), layer(FP8Config(scaling="rowwise"))
     assert FlatWeights(unit([odd, rowwise]), 0, RANKS).reasons == {
         "0.weight": "size no multiple of 16",
         "1.weight": "rowwise scales",
@@ -68,7 +70,7 @@ def test_what_cannot_be_gathered_in_fp8_has_its_reason() -> None:
 @pytest.mark.parametrize("power_of_two", [False, True])
 def test_every_rank_gets_the_weights_of_all_whoever_holds_them(monkeypatch, power_of_two) -> None:
     torch.manual_seed(0)
-    config = FP8Config(power_of_two=power_of_two)
+    config = FP8Config(scaling=RealTime(power_of_two=power_of_two))
     layers = [layer(config) for _ in range(RANKS)]  # one on each rank
     whole = torch.cat([each.weight.detach().view(-1) for each in layers])
     amaxes = torch.stack([each.weight.detach().abs().max().float() for each in layers])
@@ -87,7 +89,7 @@ def test_every_rank_gets_the_weights_of_all_whoever_holds_them(monkeypatch, powe
         gathered = torch.empty_like(whole)
         FlatWeights(unit(layers), rank, RANKS).gather(whole.chunk(RANKS)[rank], gathered, group=None)
         for each, values in zip(layers, gathered.chunk(RANKS), strict=True):
-            expected = quantize_weight(each.weight.detach(), config, transposed=True)
+            expected = Casts(config).quantize_weight(each.weight.detach(), transposed=True)
             found = each.fp8_weight.held
             assert found.inverse_scale == expected.inverse_scale
             assert torch.equal(found.data.view(torch.uint8), expected.data.view(torch.uint8))

@@ -17,7 +17,7 @@ from fp8booster.nn.weights.resharded import ReshardedWeight
 from tests.distributed import run_ranks
 from tests.nn.fused.models import batch, build
 
-CONFIGS = [FP8Config(granularity=each) for each in ("tensorwise", "rowwise", "blockwise")]
+CONFIGS = [FP8Config(scaling=each) for each in ("tensorwise", "rowwise", "blockwise")]
 
 
 def layers(config: FP8Config) -> tuple[FP8Linear, FP8Linear]:

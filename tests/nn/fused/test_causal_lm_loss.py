@@ -13,6 +13,7 @@ from torch import nn
 
 import fp8booster.colossal  # noqa: F401  (mends colossalai before it is imported)
 from fp8booster import FP8Config, convert_to_fp8, report
+from fp8booster.config import WeightCopies
 from fp8booster.kernels.scales import amax_of
 from fp8booster.nn.fsdp.handle import follow_resharding
 from fp8booster.nn.fused import loss as loss_module
@@ -293,13 +294,13 @@ def test_a_head_in_fp8_is_counted_and_reported(products, small_chunks, monkeypat
     weight = model.lm_head.fp8_weight.held
     model(**labelled())
     assert model.lm_head.fp8_weight.held is weight  # one cast until an optimizer steps
-    model.lm_head.fp8_config = FP8Config()
+    model.lm_head.fp8_casts = model.lm_head.fp8_casts.under(FP8Config())
     monkeypatch.setattr(speed_model, "fp8_pays", lambda *sizes: False)
     products.clear()
     assert model(**labelled()).logits is None
     assert products == []
     assert "lm_head" in [row.name for row in report(model).other]
-    model.lm_head.fp8_config = FP8Config(weights_in_16_bits=False)
+    model.lm_head.fp8_casts = model.lm_head.fp8_casts.under(FP8Config(weight_copies=WeightCopies(high_precision=False)))
     model(**labelled())
     assert len(products) == 2 * 3  # there may be no 16-bit weight to compute with
 
@@ -321,7 +322,7 @@ def test_what_a_head_casts_in_inference_mode_is_not_kept_for_training() -> None:
 
 @pytest.mark.parametrize("kept", ["kept", "made in backward", "made by nobody"])
 def test_a_head_has_its_weight_in_both_layouts_as_products_read_them(kept: str, monkeypatch) -> None:
-    head = head_in_fp8(keep_weight_transposes=kept == "kept").lm_head
+    head = head_in_fp8(weight_copies=WeightCopies(transposes=kept == "kept")).lm_head
     if kept == "made by nobody":
         monkeypatch.setattr(type(head.fp8_weight), "backward", lambda *_, **__: None)
     found = _with_transpose(head, head.fp8_casts)

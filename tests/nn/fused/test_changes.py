@@ -15,6 +15,7 @@ from transformers.activations import ACT2FN
 from transformers.models.llama import modeling_llama
 
 from fp8booster import FP8Config, convert_to_fp8, fuse, report
+from fp8booster.config import Activations
 from fp8booster.nn.fused import fused_summary
 from tests.nn.fused.models import INSTALLED, batch, build
 from tests.nn.fused.test_decoder import step
@@ -123,7 +124,7 @@ def test_an_activation_of_any_block_may_be_replaced_and_put_back(family: str, na
 
 
 def test_the_report_counts_activations_that_run() -> None:
-    model = convert_to_fp8(build(), FP8Config(emulate=True, saved_activations="8-bit"))
+    model = convert_to_fp8(build(), FP8Config(emulate=True, activations=Activations(saved="8-bit")))
     fuse(model)
     assert report(model).saved_in_8_bits == ("4 norms", "2 SwiGLUs")
     layer = model.model.layers[0]

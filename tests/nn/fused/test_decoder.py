@@ -133,7 +133,7 @@ def test_what_is_not_covered_runs_as_written(change: str) -> None:
     elif change == "mixed configuration":
         for each in model.model.layers:
             for layer in (each.self_attn.k_proj, each.mlp.up_proj):
-                layer.fp8_config = FP8Config(fast_accumulation_fprop=False)
+                layer.fp8_casts = layer.fp8_casts.under(FP8Config(fast_accumulation=()))
     elif change == "mask":
         options["attention_mask"] = torch.ones_like(batch()).index_fill_(1, torch.arange(4), 0)
     ids = batch()
@@ -196,7 +196,7 @@ def test_another_model_is_left_alone() -> None:
 def test_layers_of_other_configurations_are_cast_one_by_one() -> None:
     model = fused(build())
     attention = model.model.layers[0].self_attn
-    attention.k_proj.fp8_config = FP8Config(power_of_two=True)
+    attention.k_proj.fp8_casts = attention.k_proj.fp8_casts.under(FP8Config(scaling="amax"))
     assert attention.fp8_merged.why_not_merged == "the layers' FP8Configs differ"
     step(model)
     assert attention.fp8_merged.fp8_weight.held is None

@@ -12,6 +12,7 @@ from torch import nn
 from transformers.models.llama import modeling_llama
 
 from fp8booster import FP8Config, convert_to_fp8, fuse, report
+from fp8booster.config import Activations
 from fp8booster.nn.fused.attention import attend_packed
 from fp8booster.nn.fused.families import FAMILIES, PARTS
 from fp8booster.nn.fused.feed_forward import FusedGatedMLP
@@ -82,7 +83,7 @@ def test_in_fp8_it_is_as_exact_as_fp8_layers_alone(family: str) -> None:
 def test_what_is_saved_in_8_bits(family: str, saved: tuple[str, ...]) -> None:
     found = []
     for kind in ("16-bit", "8-bit"):
-        model = convert_to_fp8(build(family), FP8Config(emulate=True, saved_activations=kind))
+        model = convert_to_fp8(build(family), FP8Config(emulate=True, activations=Activations(saved=kind)))
         fuse(model)
         found.append(step(model))
         assert report(model).saved_in_8_bits == (saved if kind == "8-bit" else ())

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fp8booster import FP8Config, fp8_linear
+from fp8booster.config import Formats
 from fp8booster.kernels.alignment import aligned
 from fp8booster.kernels.cast import cast
 from fp8booster.kernels.scales import amax_of
@@ -21,7 +22,7 @@ from fp8booster.nn.fused import loss as loss_module
 from fp8booster.nn.fused.head_products import HeadProducts
 from fp8booster.nn.fused.loss import default_chunk, linear_cross_entropy
 from fp8booster.nn.linear.delivered_amax import deliver_amax
-from fp8booster.nn.weights.casting import quantize_weight
+from fp8booster.nn.weights.casting import Casts
 from tests.nn.reference import signal_to_noise
 
 TOKENS, FEATURES, VOCABULARY = 50, 32, 100
@@ -80,7 +81,7 @@ def test_logits_that_are_scaled_and_capped(scale, cap, config, device) -> None:
     logits = scale * F.linear(*doubles)
     right = F.cross_entropy(logits if cap is None else cap * (logits / cap).tanh(), targets)
     right.backward()
-    loss = fused(leaves, targets, chunk_tokens=16, scale=scale, cap=cap, config=config)
+    loss = fused(leaves, targets, chunk_tokens=16, scale=scale, cap=cap, casts=config and Casts(config))
     loss.backward()
     torch.testing.assert_close(loss.double(), right, rtol=1e-5 if config is None else 0.02, atol=0)
     for leaf, other in zip(leaves, doubles, strict=True):
@@ -191,7 +192,7 @@ def test_the_logits_of_one_chunk_live_at_a_time(gradients, config) -> None:
     leaves = [leaf.requires_grad_(gradients) for leaf in (hidden, weight)]
     targets = torch.randint(0, vocabulary, (tokens,))
     with LiveMemory({vocabulary, aligned(vocabulary)}, *leaves) as memory:
-        loss = linear_cross_entropy(*leaves, targets, chunk_tokens=chunk, config=config)
+        loss = linear_cross_entropy(*leaves, targets, chunk_tokens=chunk, casts=config and Casts(config))
         assert memory.largest_rows == chunk
         if gradients:
             loss.backward()
@@ -298,7 +299,7 @@ def test_many_chunks_are_added_up_in_fp32(config, monkeypatch: pytest.MonkeyPatc
         amax = deliver_amax(hidden.clone(), amax_of(hidden))
         chunk_tokens = int(2048 / chunks)
         linear_cross_entropy(
-            amax, leaves[0], targets, bias=leaves[1], chunk_tokens=chunk_tokens, config=config
+            amax, leaves[0], targets, bias=leaves[1], chunk_tokens=chunk_tokens, casts=config and Casts(config)
         ).backward()
         assert [leaf.grad.dtype for leaf in leaves] == [torch.bfloat16] * 2
         return [error(leaf.grad, gradient) for leaf, gradient in zip(leaves, gradients[1:], strict=True)]
@@ -320,13 +321,13 @@ def test_many_chunks_are_added_up_in_fp32(config, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("rowwise", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_head_in_fp8_is_the_fp8_linear_layer_and_its_loss(bias, rowwise, products, casts) -> None:
-    config = FP8Config(granularity="rowwise" if rowwise else "tensorwise")
+    config = FP8Config(scaling="rowwise" if rowwise else "tensorwise")
     leaves, targets = operands(torch.bfloat16, bias)
     native = [None if leaf is None else leaf.detach().clone().requires_grad_() for leaf in leaves]
     expected = F.cross_entropy(fp8_linear(*native, config).float(), targets)
     expected.backward()
     products.clear(), casts.clear()
-    loss = fused(leaves, targets, config=config)
+    loss = fused(leaves, targets, casts=Casts(config))
     assert len(products) == 3
     if not rowwise:
         assert [matrix.shape for matrix, _ in casts] == [
@@ -345,19 +346,19 @@ def test_chunks_of_a_head_in_fp8_share_its_weight(products, casts) -> None:
     config = FP8Config()
     leaves, targets = operands(torch.bfloat16, bias=False)
     _, gradients = exact(leaves[:2], targets)
-    w = quantize_weight(leaves[1], config, transposed=True)
+    w = Casts(config).quantize_weight(leaves[1], transposed=True)
     casts.clear()
-    fused(leaves, targets, config=config, quantized_weight=w, chunk_tokens=20).backward()
+    fused(leaves, targets, casts=Casts(config), quantized_weight=w, chunk_tokens=20).backward()
     assert len(products) == 9
     assert len(casts) == 6
     for leaf, gradient in zip(leaves[:2], gradients, strict=True):
         assert signal_to_noise(gradient, leaf.grad) > 20
-    plain_alone = quantize_weight(leaves[1], config, transposed=False)
+    plain_alone = Casts(config).quantize_weight(leaves[1], transposed=False)
     with pytest.raises(ValueError, match="no transpose"):
-        fused(leaves, targets, config=config, quantized_weight=plain_alone)
+        fused(leaves, targets, casts=Casts(config), quantized_weight=plain_alone)
     leaves[0].requires_grad_(False)  # nothing reads the transpose
     leaves[1].grad = None
-    fused(leaves, targets, config=config, quantized_weight=plain_alone, chunk_tokens=20).backward()
+    fused(leaves, targets, casts=Casts(config), quantized_weight=plain_alone, chunk_tokens=20).backward()
     assert signal_to_noise(gradients[1], leaves[1].grad) > 20
 
 
@@ -373,7 +374,7 @@ def test_a_head_in_fp8_casts_the_layouts_that_its_products_read(hidden, weight, 
         return right_cast(matrix, *args, plain=plain, transposed=transposed, **options)
 
     monkeypatch.setattr(cast, "run", seen)
-    fused(leaves, targets, config=FP8Config())
+    fused(leaves, targets, casts=Casts(FP8Config()))
     expected = [((VOCABULARY, FEATURES), True, hidden), ((TOKENS, FEATURES), True, weight)]
     assert layouts == expected + ([((TOKENS, VOCABULARY), hidden, weight)] if hidden or weight else [])
 
@@ -381,7 +382,7 @@ def test_a_head_in_fp8_casts_the_layouts_that_its_products_read(hidden, weight, 
 @pytest.mark.parametrize("products_of", ["fprop", "dgrad", "wgrad"])
 def test_each_product_of_a_head_in_fp8_is_added_up_as_its_configuration_says(products_of, monkeypatch) -> None:
     fast = {name: name == products_of for name in ("fprop", "dgrad", "wgrad")}
-    config = FP8Config(**{f"fast_accumulation_{name}": is_fast for name, is_fast in fast.items()})
+    config = FP8Config(fast_accumulation=tuple(name for name, is_fast in fast.items() if is_fast))
     seen, right_product = [], head_products.product
 
     def product(*args, fast_accumulation, **options):
@@ -390,14 +391,14 @@ def test_each_product_of_a_head_in_fp8_is_added_up_as_its_configuration_says(pro
 
     monkeypatch.setattr(head_products, "product", product)
     leaves, targets = operands(torch.bfloat16, bias=False)
-    fused(leaves, targets, config=config)
+    fused(leaves, targets, casts=Casts(config))
     assert seen == [fast["fprop"], fast["wgrad"], fast["dgrad"]]
 
 
 @pytest.mark.parametrize("gradient_format", [torch.float8_e5m2, torch.float8_e4m3fn])
 def test_the_gradient_of_logits_is_cast_to_the_gradients_format(gradient_format, casts) -> None:
     leaves, targets = operands(torch.bfloat16, bias=False)
-    fused(leaves, targets, config=FP8Config(gradient_format=gradient_format))
+    fused(leaves, targets, casts=Casts(FP8Config(formats=Formats(gradient=gradient_format))))
     assert [format for matrix, format in casts if matrix.shape == (TOKENS, VOCABULARY)] == [gradient_format]
 
 
@@ -406,7 +407,7 @@ def test_an_amax_that_came_with_the_hidden_states_serves_all_chunks() -> None:
         leaves, targets = operands(torch.bfloat16, bias=False)
         if deliver:
             deliver_amax(leaves[0], amax_of(leaves[0]).expand(3))
-        return fused(leaves, targets, config=FP8Config(), chunk_tokens=chunk_tokens).item()
+        return fused(leaves, targets, casts=Casts(FP8Config()), chunk_tokens=chunk_tokens).item()
 
     assert loss(TOKENS, True) == pytest.approx(loss(16, True), rel=1e-6)
     assert loss(TOKENS, True) == loss(TOKENS, False)
@@ -507,7 +508,9 @@ def test_on_a_gpu_at_the_sizes_of_a_model(dtype, config) -> None:
     for chunk_tokens in (None, 512, 100):
         torch.cuda.set_sync_debug_mode("error")
         try:
-            loss = linear_cross_entropy(hidden, weight, targets, chunk_tokens=chunk_tokens, config=config)
+            loss = linear_cross_entropy(
+                hidden, weight, targets, chunk_tokens=chunk_tokens, casts=config and Casts(config)
+            )
             (loss * 8).backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -10,6 +10,7 @@ from torch import nn
 
 from benchmarks.saved_activations import SETTINGS, layer_of, records_of
 from fp8booster import FP8Config, convert_to_fp8, report
+from fp8booster.config import Activations
 from fp8booster.kernels import activation, row_norm
 from fp8booster.nn.fused import fuse_blocks
 from fp8booster.nn.linear.layer import FP8Layer
@@ -20,7 +21,7 @@ from tests.nn.fused.models import FAMILIES, batch, build
 from tests.nn.fused.test_decoder import fused, sqnr, step
 from tests.plugins.training import boost
 
-IN_16, IN_8 = (FP8Config(saved_activations=kind) for kind in ("16-bit", "8-bit"))
+IN_16, IN_8 = (FP8Config(activations=Activations(saved=kind)) for kind in ("16-bit", "8-bit"))
 LOST_DB = 1.0
 """Of the signal over noise of a parameter's gradient, compared with exact ones: at most. FP8 leaves 18 dB and more."""
 
@@ -66,7 +67,7 @@ def test_the_last_layer_errs_by_what_was_saved() -> None:
 def test_bf16_models_lose_as_little_under_both_kinds_of_scales(granularity: str) -> None:
     exact = step(build(dtype=torch.float32, **SIZES))[1]
     (loss, gradients), (again, found) = (
-        step(fused(build(**SIZES), FP8Config(granularity=granularity, saved_activations=saved)))
+        step(fused(build(**SIZES), FP8Config(scaling=granularity, activations=Activations(saved=saved))))
         for saved in ("16-bit", "8-bit")
     )
     assert again == loss
@@ -193,7 +194,7 @@ def test_plugins_train_alike_from_the_same_first_loss(plugin: str) -> None:
 
     losses, said = [], []
     for saved in ("16-bit", "8-bit"):
-        config = FP8Config(saved_activations=saved, emulate=True)
+        config = FP8Config(activations=Activations(saved=saved), emulate=True)
         made = getattr(fp8booster.plugins, plugin)(use_fp8=True, fp8_config=config, **PLUGINS[plugin])
         boosted = boost(made, tiny_llama().bfloat16())
         losses.append([boosted.step(token_batch(seed=number))[0] for number in range(4)])

@@ -10,15 +10,18 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8booster import FP8Config, FP8Linear, convert_to_fp8, fuse, record, report
+from fp8booster.config import Activations, WeightCopies
 from fp8booster.monitor.sinks import read_scales
-from fp8booster.nn.weights import channels, source
-from fp8booster.nn.weights.casting import INPUT
-from fp8booster.nn.weights.channels import ChannelCasts, factors_of
+from fp8booster.nn.weights import casting, source
+from fp8booster.nn.weights.casting import Casts
+from fp8booster.scaling import INPUT
+from fp8booster.scaling.smooth_swiglu import ChannelFactors, SmoothSwiGLU, factors_of
+from fp8booster.tensor import QuantizedMatrix
 from tests.nn import reference
 from tests.nn.fused.models import batch, build
 from tests.nn.fused.test_decoder import fused
 
-SMOOTH = FP8Config(smooth_swiglu=True, always=True)
+SMOOTH = FP8Config(scaling="smooth-swiglu", always=True)
 PLANTED, LARGER = 5, 200.0
 
 
@@ -35,20 +38,16 @@ def of_inputs(model: nn.Module) -> list[float]:
     """Signal over quantization noise of what each down projection reads, of all channels but the planted one."""
     found = []
 
-    class Seen(type(model.model.layers[0].mlp.down_proj.fp8_casts)):
-        def quantize(self, role, config, tensor, dtype, **options):
-            made = super().quantize(role, config, tensor, dtype, **options)
-            if role == INPUT:
-                values = tensor.reshape(-1, tensor.shape[-1]).double()
-                rows, columns = values.shape
-                kept = made.dequantize(rows, columns)
-                others = torch.arange(columns) != PLANTED
-                found.append(reference.signal_to_noise(values[:, others], kept[:, others]))
-            return made
+    def see(role: str, tensor: torch.Tensor, made: QuantizedMatrix) -> None:
+        if role == INPUT:
+            values = tensor.detach().reshape(-1, tensor.shape[-1]).double()
+            rows, columns = values.shape
+            kept = made.dequantize(rows, columns)
+            others = torch.arange(columns) != PLANTED
+            found.append(reference.signal_to_noise(values[:, others], kept[:, others]))
 
     for layer in model.model.layers:
-        casts = layer.mlp.down_proj.fp8_casts
-        casts.__class__ = Seen
+        layer.mlp.down_proj.fp8_casts.observers.append(see)
     model(input_ids=batch(), labels=batch())
     return found
 
@@ -67,10 +66,14 @@ def test_other_channels_keep_their_bits_where_one_scale_loses_them() -> None:
     assert max(plain) < 22
 
 
-def layer_and_exact(device: torch.device, **options: object) -> tuple[FP8Linear, torch.Tensor, torch.Tensor]:
+def layer_and_exact(
+    device: torch.device, power_of_two: bool = False, **options: object
+) -> tuple[FP8Linear, torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
-    layer = FP8Linear(200, 96, device=device, config=FP8Config(smooth_swiglu=True, always=True, **options))
-    layer.fp8_casts = ChannelCasts()
+    layer = FP8Linear(
+        200, 96, device=device, config=FP8Config(scaling=SmoothSwiGLU(power_of_two), always=True, **options)
+    )
+    layer.fp8_casts = Casts(layer.fp8_config, ChannelFactors)
     x = torch.randn(48, 200, device=device)
     x[:, PLANTED] *= 2.0**20
     return layer, x, torch.randn(48, 96, device=device)
@@ -79,7 +82,7 @@ def layer_and_exact(device: torch.device, **options: object) -> tuple[FP8Linear,
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("power_of_two", [False, True])
 def test_products_and_gradients_are_those_of_the_layer(power_of_two, keep, device) -> None:
-    layer, x, dy = layer_and_exact(device, power_of_two=power_of_two, keep_weight_transposes=keep)
+    layer, x, dy = layer_and_exact(device, power_of_two=power_of_two, weight_copies=WeightCopies(transposes=keep))
     exact = reference.exact_linear(x, layer.weight.detach(), dy)
     others = torch.arange(200, device=device) != PLANTED
     for step in range(3):
@@ -105,17 +108,17 @@ def test_factors_stay_within_a_step_and_inputs_read_twice_follow_the_weight(devi
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
     exact = reference.exact_linear(x, layer.weight.detach(), dy).output
     layer(x)
-    assert layer.fp8_casts.factors is None
+    assert layer.fp8_casts.state.factors is None
     optimizer.step()
     y = layer(x)  # the same tensor object again
-    factors = layer.fp8_casts.factors
+    factors = layer.fp8_casts.state.factors
     assert factors.log2().frac().eq(0).all()
     layer(100 * torch.rand_like(x))
-    assert layer.fp8_casts.factors is factors
+    assert layer.fp8_casts.state.factors is factors
     assert reference.signal_to_noise(exact, y - layer.bias) > 25
     optimizer.step()
     layer(x)
-    assert layer.fp8_casts.factors is not factors
+    assert layer.fp8_casts.state.factors is not factors
     layer.eval()
     assert torch.equal(layer(x), FP8Linear.forward(copy.deepcopy(layer).eval(), x))
 
@@ -143,7 +146,9 @@ def test_channels_without_numbers_keep_their_scale() -> None:
 def test_a_model_trains_as_without_and_the_report_tells(saved) -> None:
     losses = []
     for smooth in (False, True):
-        config = FP8Config(always=True, smooth_swiglu=smooth, saved_activations=saved)
+        config = FP8Config(
+            always=True, scaling="smooth-swiglu" if smooth else "tensorwise", activations=Activations(saved=saved)
+        )
         model = fused(build(hidden_size=128, intermediate_size=256), config)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         for _ in range(6):
@@ -156,7 +161,9 @@ def test_a_model_trains_as_without_and_the_report_tells(saved) -> None:
     rows = {row.name: row.notes for row in report(model).rows}
     assert "scales by channel (smooth SwiGLU)" in rows["model.layers.1.mlp.down_proj"]
     assert "channel" not in rows["model.layers.1.mlp.up_proj"]
-    assert [type(layer.mlp.down_proj.fp8_casts) for layer in copy.deepcopy(model).model.layers] == [ChannelCasts] * 2
+    states = [layer.mlp.down_proj.fp8_casts.state for layer in copy.deepcopy(model).model.layers]
+    assert [type(state) for state in states] == [ChannelFactors] * 2
+    assert all(state.factors is None for state in states)
 
 
 def test_a_recorder_changes_nothing_and_sees_what_channels_keep(tmp_path) -> None:
@@ -185,16 +192,13 @@ def test_it_is_refused_in_a_capture_which_casts_weights_without_powers(monkeypat
     for _ in range(2):
         model(input_ids=batch(), labels=batch()).loss.backward()
         optimizer.step()
-    for module in (source, channels):
-        monkeypatch.setattr(module, "is_captured", lambda _: True)
-    with pytest.raises(RuntimeError, match=r"smooth_swiglu=True.* does not go into a CUDA graph"):
+    monkeypatch.setattr(source, "is_captured", lambda _: True)
+    monkeypatch.setattr(casting, "is_in_capture", lambda _: True)
+    with pytest.raises(RuntimeError, match=r'scaling="smooth-swiglu".* does not go into a CUDA graph'):
         model(input_ids=batch(), labels=batch())
 
 
 def test_where_it_cannot_be_it_is_refused_or_warned_of() -> None:
-    for name, value in {"fused": False, "granularity": "rowwise", "cuda_graphs": None, "scaling": "delayed"}.items():
-        with pytest.raises(ValueError, match=f"smooth_swiglu is True, and FP8Config.{name} is {value!r}; use {name}="):
-            FP8Config(smooth_swiglu=True, **{name: value})
     model = convert_to_fp8(nn.Sequential(nn.Linear(64, 64)), SMOOTH)
-    with pytest.warns(UserWarning, match=r"smooth_swiglu has no effect"):
+    with pytest.warns(UserWarning, match=r"smooth-swiglu.* has no effect"):
         fuse(model)

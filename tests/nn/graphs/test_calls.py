@@ -18,7 +18,7 @@ from fp8booster import FP8Config, convert_to_fp8, forget_weights
 from fp8booster.nn.graphs import capture_layers, captured_layers
 from fp8booster.nn.graphs.layer import MOST_MOVES, MOST_PAIRS, TOO_EARLY, WARM_UP
 from fp8booster.nn.modules import ONLY_WAITS
-from fp8booster.nn.weights.casting import quantize_weight
+from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.engine import EngineWeight
 from tests.nn.graphs.rerun import Rerun
 
@@ -448,14 +448,16 @@ def test_a_weight_that_an_engine_fills_may_lie_elsewhere_in_16_bits(record: Reru
     models = layers(device, in_fp8=True)
     config = models[0][0].one.fp8_config
     filled = [
-        (layer.one, quantize_weight(layer.one.weight, config, transposed=True)) for model in models for layer in model
+        (layer.one, Casts(config).quantize_weight(layer.one.weight, transposed=True))
+        for model in models
+        for layer in model
     ]
     for linear, _ in filled:
         linear.fp8_weight = EngineWeight()
     for step in range(WARM_UP + 4):
         for number, (linear, held) in enumerate(filled):
             torch.manual_seed(10 * step + number % LAYERS)
-            made = quantize_weight(torch.randn(32, 32).to(device), config, transposed=True)
+            made = Casts(config).quantize_weight(torch.randn(32, 32).to(device), transposed=True)
             for place, values in zip(held[:3], made[:3], strict=True):
                 place.copy_(values)
             linear.weight.data = torch.full((32, 32), torch.nan, device=device)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fp8booster import FP8Config, convert_to_fp8, fuse, report
-from fp8booster.config import GRADIENT_ACCUMULATIONS
+from fp8booster.config import GRADIENT_ACCUMULATIONS, Activations
 from fp8booster.kernels.device import current_stream
 from fp8booster.nn.graphs import capture_layers, captured_layers, free_graphs, recorder
 from fp8booster.nn.graphs import layer as layer_module
@@ -86,7 +86,11 @@ def test_captured_layers_compute_the_bits_of_eager_ones(
 @pytest.mark.usefixtures("record")
 @pytest.mark.parametrize(
     "options",
-    [{"recompute": "both"}, {"saved_activations": "8-bit"}, {"saved_activations": "8-bit", "recompute": "norms"}],
+    [
+        {"activations": Activations(recompute="both")},
+        {"activations": Activations(saved="8-bit")},
+        {"activations": Activations(saved="8-bit", recompute="norms")},
+    ],
 )
 def test_what_backward_computes_again_has_the_same_bits_in_captured_layers(
     device: torch.device, options: dict[str, str]

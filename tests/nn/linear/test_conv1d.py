@@ -21,7 +21,7 @@ def run(layer: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tens
     return y, *torch.autograd.grad(y, (x, layer.weight, layer.bias), dy)
 
 
-@pytest.mark.parametrize("config", [FP8Config(), FP8Config(granularity="rowwise"), FP8Config(granularity="blockwise")])
+@pytest.mark.parametrize("config", [FP8Config(), FP8Config(scaling="rowwise"), FP8Config(scaling="blockwise")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sizes", [(64, 96), (100, 250)])
 def test_it_computes_the_bits_of_a_linear_layer_of_the_transposed_weight(device, dtype, config, sizes) -> None:

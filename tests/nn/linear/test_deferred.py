@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from fp8booster import FP8Config, FP8Linear, formats
 from fp8booster.nn.fused.merged_layers import MergedLayers
 from fp8booster.nn.linear.functional import linear_from_quantized
-from fp8booster.nn.weights.casting import quantize_input, quantize_weight
+from fp8booster.nn.weights.casting import Casts
+from fp8booster.scaling import INPUT
 
 BF16 = torch.bfloat16
 Computations = list[Callable[[], torch.Tensor]]
@@ -20,8 +21,10 @@ Computations = list[Callable[[], torch.Tensor]]
 def linear(x, w, bias=None, config=None, defer=None) -> torch.Tensor:
     """The layer from casts with both layouts."""
     config = FP8Config() if config is None else config
-    x8 = quantize_input(x, config, transposed=True)
-    return linear_from_quantized(x, w, bias, x8, quantize_weight(w, config, transposed=True), config, defer=defer)
+    x8 = Casts(config).quantize(INPUT, x, transposed=True)
+    return linear_from_quantized(
+        x, w, bias, x8, Casts(config).quantize_weight(w, transposed=True), Casts(Casts(Casts(config))), defer=defer
+    )
 
 
 def leaves(device: torch.device, rows: int = 40, inputs: int = 72, outputs: int = 56) -> list[torch.Tensor]:
@@ -32,7 +35,7 @@ def leaves(device: torch.device, rows: int = 40, inputs: int = 72, outputs: int 
 
 @pytest.mark.parametrize(
     "config",
-    [FP8Config(), FP8Config(granularity="rowwise"), FP8Config(granularity="blockwise"), FP8Config(emulate=True)],
+    [FP8Config(), FP8Config(scaling="rowwise"), FP8Config(scaling="blockwise"), FP8Config(emulate=True)],
     ids=["tensorwise", "rowwise", "blockwise", "emulated"],
 )
 def test_the_bits_are_those_of_the_immediate_gradient(config, device) -> None:

@@ -31,27 +31,27 @@ def made(device: torch.device, inputs: int = 256, outputs: int = 128, dtype=BF16
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_it_computes_what_a_frozen_fp8_layer_does(granularity, training, device) -> None:
-    plain, frozen = made(device, granularity=granularity)
+    plain, frozen = made(device, scaling=granularity)
     frozen.train(training)
     x = torch.randn(24, 256, device=device, dtype=BF16)
-    config = FP8Config(granularity=granularity, always=True)
+    config = FP8Config(scaling=granularity, always=True)
     assert torch.equal(frozen(x), fp8_linear(x, plain.weight, plain.bias, config))
 
 
 @pytest.mark.parametrize("granularity", ["tensorwise", "blockwise"])
 def test_its_input_gradient_is_that_of_a_frozen_fp8_layer(granularity, device) -> None:
-    plain, frozen = made(device, granularity=granularity)
+    plain, frozen = made(device, scaling=granularity)
     dy = torch.randn(24, 128, device=device, dtype=BF16)
     one, other = (torch.randn(24, 256, device=device, dtype=BF16).requires_grad_() for _ in range(2))
     frozen(one).backward(dy)
-    fp8_linear(other, plain.weight.detach(), None, FP8Config(granularity=granularity)).backward(dy)
+    fp8_linear(other, plain.weight.detach(), None, FP8Config(scaling=granularity)).backward(dy)
     assert torch.equal(one.grad, other.grad)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_its_input_gradient_is_the_exact_one_but_for_the_rounding_of_the_output_s(granularity, dtype, device) -> None:
-    _, frozen = made(device, granularity=granularity, dtype=dtype)
+    _, frozen = made(device, scaling=granularity, dtype=dtype)
     x = torch.randn(24, 256, device=device, dtype=dtype, requires_grad=True)
     dy = torch.randn(24, 128, device=device, dtype=dtype)
     frozen(x).backward(dy)
@@ -64,7 +64,7 @@ def test_its_input_gradient_is_the_exact_one_but_for_the_rounding_of_the_output_
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_its_bias_gets_the_gradient_that_no_scale_of_the_weight_multiplies(granularity, device) -> None:
-    _, frozen = made(device, granularity=granularity)
+    _, frozen = made(device, scaling=granularity)
     x = torch.randn(24, 256, device=device, dtype=BF16, requires_grad=True)
     dy = torch.randn(24, 128, device=device, dtype=BF16)
     frozen(x).backward(dy)
@@ -86,7 +86,7 @@ def test_it_takes_no_tokens_in_every_dtype_that_it_takes_tokens_in(dtype, device
 
 def test_row_scales_reach_gradients_as_small_as_fp16_has_them(device) -> None:
     """With FP16's smallest normal numbers: multiplied by a scale in FP16, they would be zero."""
-    plain, frozen = made(device, dtype=torch.float16, granularity="rowwise")
+    plain, frozen = made(device, dtype=torch.float16, scaling="rowwise")
     x = torch.randn(16, 256, device=device, dtype=torch.float16, requires_grad=True)
     dy = torch.full((16, 128), 2.0**-14, device=device, dtype=torch.float16)
     frozen(x).backward(dy)
@@ -96,7 +96,7 @@ def test_row_scales_reach_gradients_as_small_as_fp16_has_them(device) -> None:
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_it_holds_a_byte_for_each_value_and_saves_no_transpose(granularity, device) -> None:
-    plain, frozen = made(device, granularity=granularity)
+    plain, frozen = made(device, scaling=granularity)
     values = plain.weight.numel()
     parameters = dict(frozen.named_parameters())
     assert parameters["fp8_data"].nbytes == values
@@ -114,7 +114,7 @@ def test_it_holds_a_byte_for_each_value_and_saves_no_transpose(granularity, devi
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_its_state_is_that_of_fp8_checkpoints(granularity, sizes, device) -> None:
     inputs, outputs = sizes
-    plain, frozen = made(device, *sizes, granularity=granularity)
+    plain, frozen = made(device, *sizes, scaling=granularity)
     state = frozen.state_dict()
     assert list(state) == ["weight", "weight_scale_inv", "bias"]
     weight, scale = state["weight"], state["weight_scale_inv"]
@@ -124,7 +124,7 @@ def test_its_state_is_that_of_fp8_checkpoints(granularity, sizes, device) -> Non
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
-    other = FrozenFP8Linear(inputs, outputs, device=device, dtype=BF16, config=FP8Config(granularity=granularity))
+    other = FrozenFP8Linear(inputs, outputs, device=device, dtype=BF16, config=FP8Config(scaling=granularity))
     assert not other.weight.any()
     other.load_state_dict(torch.load(file))
     for name, value in other.state_dict().items():
@@ -150,10 +150,10 @@ def test_a_state_in_16_bits_loads_too(device) -> None:
     [("tensorwise", (256, 128), (1,)), ("rowwise", (256, 128), (128,)), ("blockwise", (128, 128), ())],
 )
 def test_scales_load_without_the_dimensions_of_size_one(granularity, sizes, shape, device) -> None:
-    _, frozen = made(device, *sizes, granularity=granularity)
+    _, frozen = made(device, *sizes, scaling=granularity)
     state = frozen.state_dict()
     state["weight_scale_inv"] = state["weight_scale_inv"].reshape(shape)
-    other = FrozenFP8Linear(*sizes, device=device, dtype=BF16, config=FP8Config(granularity=granularity))
+    other = FrozenFP8Linear(*sizes, device=device, dtype=BF16, config=FP8Config(scaling=granularity))
     other.load_state_dict(state)
     assert torch.equal(other.weight, frozen.weight)
 
@@ -161,7 +161,7 @@ def test_scales_load_without_the_dimensions_of_size_one(granularity, sizes, shap
 def test_what_does_not_fit_is_refused_with_the_reason() -> None:
     _, frozen = made(torch.device("cpu"))
     state = frozen.state_dict()
-    other = FrozenFP8Linear(256, 128, dtype=BF16, config=FP8Config(granularity="rowwise"))
+    other = FrozenFP8Linear(256, 128, dtype=BF16, config=FP8Config(scaling="rowwise"))
     with pytest.raises(RuntimeError, match="quantize with the same granularity"):
         other.load_state_dict(state)
     with pytest.raises(RuntimeError, match="load the state of the same model"):
@@ -176,7 +176,7 @@ def test_what_does_not_fit_is_refused_with_the_reason() -> None:
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_the_model_s_dtype_changes_what_is_decoded_and_nothing_that_is_held(granularity, device) -> None:
-    _, frozen = made(device, granularity=granularity)
+    _, frozen = made(device, scaling=granularity)
     before = [parameter.clone() for parameter in frozen.parameters()]
     values = frozen.weight.float()
     for change in (nn.Module.half, nn.Module.float, nn.Module.bfloat16):
@@ -257,7 +257,7 @@ def test_conversion_leaves_it_as_it_is_and_the_report_names_it() -> None:
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_compiled_code_computes_the_same(granularity, device) -> None:
-    _, frozen = made(device, granularity=granularity)
+    _, frozen = made(device, scaling=granularity)
     inputs = [torch.randn(16, 256, device=device, dtype=BF16) for _ in range(2)]
     inputs[1] = inputs[0].clone()
     results = []

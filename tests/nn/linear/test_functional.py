@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fp8booster import FP8Config, formats, fp8_linear
+from fp8booster.config import Formats
+from fp8booster.scaling import RealTime
 from tests.nn import reference
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -35,7 +37,7 @@ def run(x, w, dy, bias=None, config=None) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("dtype", formats.HIGH_PRECISION)
 def test_signal_to_noise_on_llama_like_data(dtype, power_of_two, device) -> None:
     x, w, dy = llama_like(device, dtype=dtype)
-    results = run(x, w, dy, config=FP8Config(power_of_two=power_of_two))
+    results = run(x, w, dy, config=FP8Config(scaling=RealTime(power_of_two=power_of_two)))
     exact = reference.exact_linear(x, w, dy)
     y, dx, dw = (reference.signal_to_noise(*pair) for pair in zip(exact, results, strict=True))
     assert y >= 25
@@ -56,7 +58,7 @@ def test_outlier_features_cost_no_more_than_they_must(device) -> None:
 @pytest.mark.parametrize("dtype", formats.HIGH_PRECISION)
 def test_equals_quantize_multiply_rescale(dtype, emulate, device) -> None:
     x, w, dy = llama_like(device, dtype=dtype)
-    results = run(x, w, dy, config=FP8Config(emulate=emulate, fast_accumulation_fprop=False))
+    results = run(x, w, dy, config=FP8Config(emulate=emulate, fast_accumulation=()))
     inner = (x.shape[1], w.shape[0], x.shape[0])
     magnitudes = reference.linear(x.abs(), w.abs(), dy.abs())
     for result, *expected in zip(results, reference.linear(x, w, dy), magnitudes, inner, strict=True):
@@ -70,7 +72,7 @@ def test_whole_numbers_come_out_exactly(dtype, emulate, device) -> None:
     x, w, dy, bias = (
         torch.randint(-3, 4, shape, device=device).to(dtype) for shape in ((32, 48), (64, 48), (32, 64), (64,))
     )
-    y, dx, dw, db = run(x, w, dy, bias, FP8Config(power_of_two=True, emulate=emulate))
+    y, dx, dw, db = run(x, w, dy, bias, FP8Config(scaling="amax", emulate=emulate))
     exact = reference.exact_linear(x, w, dy)
     assert torch.equal(y, (exact.output + bias.double()).to(dtype))
     assert torch.equal(dx, exact.input.to(dtype))
@@ -84,7 +86,7 @@ def test_any_size_equals_the_reference(axis, size, device) -> None:
     sizes = {"rows": 32, "inputs": 48, "outputs": 16}
     sizes |= dict.fromkeys(sizes, size) if axis == "all" else {axis: size}
     x, w, dy = llama_like(device, **sizes)
-    results = run(x, w, dy, config=FP8Config(fast_accumulation_fprop=False))
+    results = run(x, w, dy, config=FP8Config(fast_accumulation=()))
     inner = (sizes["inputs"], sizes["outputs"], sizes["rows"])
     magnitudes = reference.linear(x.abs(), w.abs(), dy.abs())
     for result, *expected in zip(results, reference.linear(x, w, dy), magnitudes, inner, strict=True):
@@ -105,10 +107,10 @@ def test_a_bias_reaches_its_own_features(outputs, emulate, device) -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        FP8Config(gradient_format=formats.E4M3),
-        FP8Config(gradient_format=formats.E4M3, input_format=formats.E5M2),
-        FP8Config(gradient_format=formats.E4M3, weight_format=formats.E5M2),
-        FP8Config(fast_accumulation_dgrad=True, fast_accumulation_wgrad=True),
+        FP8Config(formats=Formats(gradient=formats.E4M3)),
+        FP8Config(formats=Formats(input=formats.E5M2, gradient=formats.E4M3)),
+        FP8Config(formats=Formats(weight=formats.E5M2, gradient=formats.E4M3)),
+        FP8Config(fast_accumulation=("fprop", "dgrad", "wgrad")),
     ],
     ids=["e4m3", "e5m2 input", "e5m2 weight", "fast accumulation"],
 )
@@ -123,8 +125,8 @@ def test_every_allowed_recipe_trains(config, device) -> None:
     ("config", "expected"),
     [
         (FP8Config(), [True, False, False]),
-        (FP8Config(fast_accumulation_fprop=False, fast_accumulation_dgrad=True), [False, True, False]),
-        (FP8Config(fast_accumulation_fprop=False, fast_accumulation_wgrad=True), [False, False, True]),
+        (FP8Config(fast_accumulation=("dgrad",)), [False, True, False]),
+        (FP8Config(fast_accumulation=("wgrad",)), [False, False, True]),
     ],
 )
 def test_each_product_accumulates_as_configured(config, expected, device, monkeypatch) -> None:
@@ -215,7 +217,7 @@ def test_an_empty_batch_gives_empty_output_and_zero_gradients(shape, device) -> 
 def test_a_weight_of_no_output_features_gives_what_f_linear_does(granularity, device) -> None:
     x = torch.randn(4, 48, device=device, dtype=BF16)
     w, bias, dy = (torch.empty(shape, device=device, dtype=BF16) for shape in ((0, 48), (0,), (4, 0)))
-    y, dx, dw, db = run(x, w, dy, bias, FP8Config(granularity=granularity))
+    y, dx, dw, db = run(x, w, dy, bias, FP8Config(scaling=granularity))
     assert y.shape == (4, 0)
     assert torch.equal(dx, torch.zeros_like(x))
     assert dw.shape == w.shape

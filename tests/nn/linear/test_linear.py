@@ -39,12 +39,12 @@ def test_it_is_a_linear_layer_with_the_same_state(device) -> None:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("training", [True, False])
 def test_it_computes_what_the_function_does(bias, training, device) -> None:
-    layer, x = layer_and_input(device, bias=bias, config=FP8Config(power_of_two=True))
+    layer, x = layer_and_input(device, bias=bias, config=FP8Config(scaling="amax"))
     layer.train(training)
     x.requires_grad_()
     dy = torch.randn(24, 32, device=device, dtype=BF16)
     leaves = (x, *layer.parameters())
-    y, expected = layer(x), fp8_linear(*leaves, config=FP8Config(power_of_two=True))
+    y, expected = layer(x), fp8_linear(*leaves, config=FP8Config(scaling="amax"))
     assert torch.equal(y, expected)
     for one, other in zip(torch.autograd.grad(y, leaves, dy), torch.autograd.grad(expected, leaves, dy), strict=True):
         assert torch.equal(one, other)
@@ -152,7 +152,7 @@ def test_an_empty_batch_trains(device) -> None:
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
 def test_a_copy_is_a_layer_of_its_own(copied, device) -> None:
-    layer, x = layer_and_input(device, config=FP8Config(power_of_two=True))
+    layer, x = layer_and_input(device, config=FP8Config(scaling="amax"))
     expected = layer(x)
     twin = copied(layer)
     assert type(twin) is FP8Linear

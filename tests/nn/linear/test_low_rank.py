@@ -29,12 +29,12 @@ class Parts(nn.Module):
         return torch.cat([layer(x) for layer in self.layers], -1)
 
 
-def adapted(*outputs: int, bias: bool = False, device: torch.device, granularity="tensorwise", **lora: Any) -> Any:
+def adapted(*outputs: int, bias: bool = False, device: torch.device, scaling="tensorwise", **lora: Any) -> Any:
     """Peft's model of `Parts`, frozen in FP8, in BF16, with adapters that are not zero."""
     torch.manual_seed(0)
     model = Parts(*outputs, bias=bias).to(device, BF16)
     for layer in model.layers:
-        FrozenFP8Linear.convert_in_place(layer, FP8Config(emulate=device.type == "cpu", granularity=granularity))
+        FrozenFP8Linear.convert_in_place(layer, FP8Config(emulate=device.type == "cpu", scaling=scaling))
     config = peft.LoraConfig(**{"r": 8, "lora_alpha": 4, "init_lora_weights": False, "target_modules": r".*\d"} | lora)
     adapted = peft.get_peft_model(model, config)
     for parameter in adapted.parameters():
@@ -112,7 +112,7 @@ def test_layers_that_are_not_alike_are_called_one_by_one(place, device) -> None:
 
     assert low_rank_product(x, layers_of(bias=True)) is not None
     for granularity in ("rowwise", "blockwise"):
-        layers = layers_of(granularity=granularity)
+        layers = layers_of(scaling=granularity)
         assert low_rank_product(x, layers) is None
         assert low_rank_product(x, layers[place : place + 1]) is None
     layers = layers_of(bias=True)
@@ -120,7 +120,9 @@ def test_layers_that_are_not_alike_are_called_one_by_one(place, device) -> None:
     assert low_rank_product(x, layers) is None
     assert low_rank_product(x, layers[place : place + 1]) is None
     layers = layers_of()
-    layers[place].base_layer.fp8_config = FP8Config(emulate=device.type == "cpu", power_of_two=True)
+    layers[place].base_layer.fp8_casts = layers[place].base_layer.fp8_casts.under(
+        FP8Config(emulate=device.type == "cpu", scaling="amax")
+    )
     assert low_rank_product(x, layers) is None
     assert low_rank_product(x, layers[place : place + 1]) is not None
     layers = layers_of()

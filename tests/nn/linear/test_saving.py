@@ -81,7 +81,7 @@ def test_a_state_that_is_written_is_read_into_a_model_that_was_quantized_alike(t
     def quantized(seed: int) -> nn.Module:
         torch.manual_seed(seed)
         layers = nn.Sequential(nn.Linear(120, 248), nn.Linear(248, 240, bias=False)).bfloat16()  # sizes are padded
-        return quantize(layers, FP8Config(granularity=granularity, emulate=True))
+        return quantize(layers, FP8Config(scaling=granularity, emulate=True))
 
     written, read, file = quantized(0), quantized(1), str(tmp_path / "state")
     assert all(isinstance(layer, FrozenFP8Linear) for layer in written)

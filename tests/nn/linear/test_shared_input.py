@@ -17,9 +17,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8booster import FP8Config, convert_to_fp8, forget_weights, formats, fp8_linear
+from fp8booster.config import Formats
 from fp8booster.nn.linear import shared_input
 from fp8booster.nn.linear.shared_input import begin_forward, end_forward, share_input
 from fp8booster.nn.modules import has_hooks, is_looked_at
+from fp8booster.nn.weights.casting import Casts
 from tests.nn.models import tiny_llama
 
 CONFIG = FP8Config()
@@ -245,30 +247,30 @@ def test_a_view_of_the_same_memory_is_another_input(projections, device) -> None
 @pytest.mark.parametrize(
     ("other", "count"),
     [
-        (FP8Config(power_of_two=True), 2),
-        (FP8Config(input_format=formats.E5M2, gradient_format=formats.E4M3), 2),
+        (FP8Config(scaling="amax"), 2),
+        (FP8Config(formats=Formats(input=formats.E5M2, gradient=formats.E4M3)), 2),
         (FP8Config(emulate=True), 1),  # computes otherwise, from the same cast
     ],
 )
 def test_what_the_cast_depends_on_decides(other, count, device, casts) -> None:
     x = torch.randn(16, 48, device=device)
-    share_input(x, CONFIG, reader=object(), transposed=True)
-    shared = share_input(x, other, reader=object(), transposed=True)
+    share_input(x, Casts(CONFIG), reader=object(), transposed=True)
+    shared = share_input(x, Casts(other), reader=object(), transposed=True)
     assert len(casts) == count
     assert shared.data.dtype is other.input_format
 
 
 def test_a_transpose_that_is_missing_is_made(device, casts) -> None:
     x = torch.randn(16, 48, device=device)
-    assert not share_input(x, CONFIG, reader=object(), transposed=False).transpose.numel()
-    assert share_input(x, CONFIG, reader=object(), transposed=True).transpose.numel()
-    share_input(x, CONFIG, reader=object(), transposed=False)  # what is more serves too
+    assert not share_input(x, Casts(CONFIG), reader=object(), transposed=False).transpose.numel()
+    assert share_input(x, Casts(CONFIG), reader=object(), transposed=True).transpose.numel()
+    share_input(x, Casts(CONFIG), reader=object(), transposed=False)  # what is more serves too
     assert len(casts) == 2
 
 
 def test_the_death_of_the_input_frees_its_copy(device) -> None:
     x = torch.randn(16, 48, device=device)
-    copy = weakref.ref(share_input(x, CONFIG, reader=object(), transposed=True).data)
+    copy = weakref.ref(share_input(x, Casts(CONFIG), reader=object(), transposed=True).data)
     assert copy() is not None
     del x
     assert copy() is None
@@ -276,7 +278,7 @@ def test_the_death_of_the_input_frees_its_copy(device) -> None:
 
 def test_the_death_of_the_input_in_another_thread_frees_its_copy(device) -> None:
     holder = [torch.randn(16, 48, device=device)]
-    copy = weakref.ref(share_input(holder[0], CONFIG, reader=object(), transposed=True).data)
+    copy = weakref.ref(share_input(holder[0], Casts(CONFIG), reader=object(), transposed=True).data)
     backward = threading.Thread(target=holder.clear)
     backward.start()
     backward.join()
@@ -285,7 +287,7 @@ def test_the_death_of_the_input_in_another_thread_frees_its_copy(device) -> None
 
 def test_the_death_of_the_last_input_at_any_moment_leaves_the_new_copy(device, monkeypatch) -> None:
     last = [torch.randn(16, 48, device=device)]
-    share_input(last[0], CONFIG, reader=object(), transposed=True)
+    share_input(last[0], Casts(CONFIG), reader=object(), transposed=True)
 
     def ref(*of: object) -> weakref.ref:
         last.clear()
@@ -293,15 +295,15 @@ def test_the_death_of_the_last_input_at_any_moment_leaves_the_new_copy(device, m
 
     monkeypatch.setattr(shared_input, "weakref", SimpleNamespace(ref=ref))
     x = torch.randn(16, 48, device=device)
-    made = share_input(x, CONFIG, reader=object(), transposed=True)
+    made = share_input(x, Casts(CONFIG), reader=object(), transposed=True)
     assert made is not None
     assert not last
-    assert share_input(x, CONFIG, reader=object(), transposed=True) is made
+    assert share_input(x, Casts(CONFIG), reader=object(), transposed=True) is made
 
 
 def test_at_most_one_copy_is_held(device) -> None:
     inputs = [torch.randn(16, 48, device=device) for _ in range(3)]
-    copies = [weakref.ref(share_input(x, CONFIG, reader=object(), transposed=True).data) for x in inputs]
+    copies = [weakref.ref(share_input(x, Casts(CONFIG), reader=object(), transposed=True).data) for x in inputs]
     gc.collect()
     assert [copy() is not None for copy in copies] == [False, False, True]
     del inputs[0]  # its death is no business of the newest
@@ -310,8 +312,10 @@ def test_at_most_one_copy_is_held(device) -> None:
 
 def test_threads_do_not_share(device, casts) -> None:
     x = torch.randn(16, 48, device=device)
-    share_input(x, CONFIG, reader=object(), transposed=True)
-    other = threading.Thread(target=share_input, args=(x, CONFIG), kwargs={"reader": object(), "transposed": True})
+    share_input(x, Casts(CONFIG), reader=object(), transposed=True)
+    other = threading.Thread(
+        target=share_input, args=(x, Casts(CONFIG)), kwargs={"reader": object(), "transposed": True}
+    )
     other.start()
     other.join()
     assert len(casts) == 2
@@ -321,5 +325,7 @@ def test_an_input_that_lies_where_a_dead_one_lay_is_cast_anew(device) -> None:
     for _ in range(4):
         x = torch.randn(16, 48, device=device)
         expected = x.abs().max() / 448
-        torch.testing.assert_close(share_input(x, CONFIG, reader=object(), transposed=False).inverse_scale, expected)
+        torch.testing.assert_close(
+            share_input(x, Casts(CONFIG), reader=object(), transposed=False).inverse_scale, expected
+        )
         del x

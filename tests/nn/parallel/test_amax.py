@@ -10,6 +10,7 @@ from fp8booster import FP8Config
 from fp8booster.comm.transport import agree_on_amax
 from fp8booster.nn.linear.delivered_amax import deliver_amax
 from fp8booster.nn.parallel.tensor_parallel import SequenceColumn, SequenceRow
+from fp8booster.nn.weights.casting import Casts
 
 
 class Reduced(Exception):
@@ -33,9 +34,9 @@ def test_the_amax_of_what_is_not_finite_is_infinite(monkeypatch, place, delivere
     part[0, 3, 5] = value
     known = torch.tensor([abs(value)]) if delivered else None
     calls = {
-        "input": lambda: SequenceColumn("group").input(deliver_amax(part, known), FP8Config(), transposed=True),
+        "input": lambda: SequenceColumn("group").input(deliver_amax(part, known), Casts(FP8Config()), transposed=True),
         "gradient": lambda: SequenceRow("group").output_gradient(
-            deliver_amax(part, known), FP8Config(), plain=True, transposed=True
+            deliver_amax(part, known), Casts(FP8Config()), plain=True, transposed=True
         ),
         "weight": lambda: agree_on_amax([part], "group", None if known is None else [known[0]]),
     }

@@ -22,7 +22,8 @@ from fp8booster.nn.linear.functional import Defer, linear_from_quantized
 from fp8booster.nn.linear.shared_input import begin_forward, end_forward
 from fp8booster.nn.parallel import tensor_parallel as parallel_module
 from fp8booster.nn.parallel.tensor_parallel import ColumnParallel, RowParallel, SequenceColumn, SequenceRow
-from fp8booster.nn.weights.casting import OUTPUT_GRADIENT, REAL_TIME, quantize_input, quantize_weight
+from fp8booster.nn.weights.casting import Casts
+from fp8booster.scaling import INPUT, OUTPUT_GRADIENT
 from tests.distributed import ranks
 from tests.nn.reference import products_kept, signal_to_noise
 
@@ -84,9 +85,9 @@ def run_layer(
         leaves[0],
         leaves[1],
         leaves[2] if b is not None else None,
-        exchange.input(leaves[0], config, transposed=True),
-        quantize_weight(w, config, transposed=True),
-        config,
+        exchange.input(leaves[0], Casts(config), transposed=True),
+        Casts(config).quantize_weight(w, transposed=True),
+        Casts(Casts(Casts(config))),
         defer=defer,
         exchange=exchange,
         weight_is_transposed=transposed,
@@ -106,12 +107,7 @@ def assert_near(expected: torch.Tensor, found: torch.Tensor, decibels: float) ->
     assert ratio > decibels, ratio
 
 
-CONFIGS = (
-    FP8Config(),
-    FP8Config(granularity="rowwise"),
-    FP8Config(granularity="blockwise"),
-    FP8Config(power_of_two=True),
-)
+CONFIGS = (FP8Config(), FP8Config(scaling="rowwise"), FP8Config(scaling="blockwise"), FP8Config(scaling="amax"))
 
 
 def cases() -> list[tuple]:
@@ -157,7 +153,10 @@ def test_a_checkpoint_may_keep_products_that_are_summed_over_ranks() -> None:
         leaf = x.clone().requires_grad_()
 
         def block(leaf: torch.Tensor) -> torch.Tensor:
-            quantized = (exchange.input(leaf, config, transposed=False), quantize_weight(w, config, transposed=True))
+            quantized = (
+                exchange.input(leaf, Casts(config), transposed=False),
+                Casts(config).quantize_weight(w, transposed=True),
+            )
             return linear_from_quantized(leaf, w, None, *quantized, config, exchange=exchange).sin()
 
         checkpoint(block, leaf, use_reentrant=False, context_fn=context).backward(whole.dy)
@@ -201,11 +200,11 @@ def test_what_is_gathered_has_the_bits_of_one_cast() -> None:
     for shape, sequence, features in itertools.product(SHAPES, (0, 1), (96, 40)):
         x = torch.randn(*shape, features).bfloat16().movedim(1, sequence).contiguous()
         for dimension, transposed, wire in itertools.product((sequence, sequence - 3), (True, False), (True, False)):
-            expected = quantize_input(x, config, transposed=transposed)
+            expected = Casts(config).quantize(INPUT, x, transposed=transposed)
             exchange = SequenceColumn(dist.group.WORLD, dimension, communication=wire)
             assert exchange.shape(part(x, sequence).shape) == x.shape
             assert exchange.growth == 2
-            found = exchange.input(part(x, sequence), config, transposed=transposed)
+            found = exchange.input(part(x, sequence), Casts(config), transposed=transposed)
             for one, other in zip(expected[:2], found[:2], strict=True):
                 assert one.dtype == other.dtype
                 assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), (shape, sequence, features)
@@ -218,10 +217,10 @@ def test_a_gathered_gradient_has_the_bits_of_one_cast_and_a_row_of_its_own() -> 
     assert config.gradient_format != config.input_format
     for layouts in ({"plain": True, "transposed": False}, {"plain": False, "transposed": True}):
         comm.reset_statistics()
-        expected = REAL_TIME.quantize(OUTPUT_GRADIENT, config, dy, config.gradient_format, **layouts)
+        expected = Casts(config).quantize(OUTPUT_GRADIENT, dy, **layouts)
         for wire in (True, False):
             exchange = SequenceRow(dist.group.WORLD, communication=wire)
-            found = exchange.output_gradient(part(dy, 1), config, **layouts)
+            found = exchange.output_gradient(part(dy, 1), Casts(config), **layouts)
             for one, other in zip(expected[:2], found[:2], strict=True):
                 assert one.dtype == other.dtype
                 assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), (layouts, wire)
@@ -273,14 +272,14 @@ def test_a_nan_on_one_rank_reaches_all() -> None:
     x = torch.randn(2, 16, INPUTS).bfloat16()
     if dist.get_rank() == 1:
         x[0, 3, 5] = float("nan")
-    found = SequenceColumn(dist.group.WORLD).input(x, FP8Config(), transposed=False)
+    found = SequenceColumn(dist.group.WORLD).input(x, Casts(FP8Config()), transposed=False)
     assert found.inverse_scale.isnan()
 
 
 @ranks(2)
 def test_an_amax_that_came_with_the_input_is_agreed_on() -> None:
     x = deliver_amax(torch.randn(2, 16, INPUTS).bfloat16(), torch.tensor(7.0 * (1 + dist.get_rank())))
-    found = SequenceColumn(dist.group.WORLD).input(x, FP8Config(), transposed=False)
+    found = SequenceColumn(dist.group.WORLD).input(x, Casts(FP8Config()), transposed=False)
     torch.testing.assert_close(found.inverse_scale, torch.tensor(14.0 / 448))
 
 

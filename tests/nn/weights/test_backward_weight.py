@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8booster import FP8Config, convert_to_fp8
+from fp8booster.config import WeightCopies
 from fp8booster.kernels.transpose import transposed
 from fp8booster.tensor import quantize
 
@@ -32,7 +33,7 @@ def test_the_transpose_is_that_of_a_cast(shape, device) -> None:
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_training_gives_the_same_bits_and_keeps_no_transpose(checkpointed, device) -> None:
-    models = [model_of(device, keep_weight_transposes=keep) for keep in (True, False)]
+    models = [model_of(device, weight_copies=WeightCopies(transposes=keep)) for keep in (True, False)]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
     for _ in range(3):
         batches = torch.randn(2, 16, 48, device=device)
@@ -52,7 +53,7 @@ def test_training_gives_the_same_bits_and_keeps_no_transpose(checkpointed, devic
 
 
 def test_a_weight_is_cast_once_a_step(device, casts) -> None:
-    model = model_of(device, keep_weight_transposes=False)
+    model = model_of(device, weight_copies=WeightCopies(transposes=False))
     for _ in range(3):
         model(torch.randn(16, 48, device=device)).sum().backward()
     weights = [model[0].weight.data_ptr(), model[2].weight.data_ptr()]
@@ -60,11 +61,11 @@ def test_a_weight_is_cast_once_a_step(device, casts) -> None:
 
 
 def test_a_copy_of_the_model_keeps_none_either(device) -> None:
-    model = copy.deepcopy(model_of(device, keep_weight_transposes=False))
+    model = copy.deepcopy(model_of(device, weight_copies=WeightCopies(transposes=False)))
     model(torch.randn(16, 48, device=device)).sum().backward()
     assert not any(transpose.numel() for transpose in kept(model))
 
 
 def test_rowwise_scales_need_their_transposes() -> None:
-    with pytest.raises(ValueError, match="keep_weight_transposes"):
-        FP8Config(granularity="rowwise", keep_weight_transposes=False)
+    with pytest.raises(ValueError, match="transposes=False"):
+        FP8Config(scaling="rowwise", weight_copies=WeightCopies(transposes=False))

@@ -9,7 +9,7 @@ from torch import nn
 from fp8booster import FP8Config, FP8Linear, convert_to_fp8, forget_weights, fp8_linear
 from fp8booster.nn.fused.merged_layers import MergedLayers
 from fp8booster.nn.weights.cached import CachedWeight
-from fp8booster.nn.weights.casting import quantize_weight
+from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.engine import EngineWeight
 from tests.nn.swapping import by_swapping
 
@@ -141,7 +141,7 @@ def test_a_layer_can_move_between_devices() -> None:
 
 def test_another_configuration_casts_anew(layer, x) -> None:
     layer(x)
-    layer.fp8_config = FP8Config(power_of_two=True)
+    layer.fp8_casts = layer.fp8_casts.under(FP8Config(scaling="amax"))
     assert torch.equal(layer(x), fp8_linear(x, layer.weight, config=layer.fp8_config))
 
 
@@ -211,7 +211,7 @@ def test_a_forward_without_gradients_makes_the_copy_that_training_reads(layer, x
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_the_copy_that_an_engine_keeps_is_used_without_gradients_too(mode, training, layer, x) -> None:
     expected = layer.train(training)(x)
-    kept = quantize_weight(layer.weight, layer.fp8_config, transposed=True)
+    kept = Casts(layer.fp8_config).quantize_weight(layer.weight, transposed=True)
     layer.weight.data.fill_(torch.nan)  # as where no 16-bit weight is kept
     layer.fp8_weight = EngineWeight()
     layer.fp8_weight.fill([layer.weight], kept)
@@ -228,11 +228,11 @@ def test_another_weight_at_the_same_address_is_cast_anew(device) -> None:
 
     cache = CachedWeight()
     first = weight_there()
-    before = cache.forward([first], FP8Config(), transpose=True)
+    before = cache.forward([first], Casts(FP8Config()), transpose=True)
     memory.mul_(2)
     second = weight_there()
     assert (second.data_ptr(), second._version) == (first.data_ptr(), first._version)
-    after = cache.forward([second], FP8Config(), transpose=True)
+    after = cache.forward([second], Casts(FP8Config()), transpose=True)
     assert torch.equal(after.inverse_scale, 2 * before.inverse_scale)
 
 

@@ -10,7 +10,7 @@ import torch
 from fp8booster import FP8Linear, fp8_linear
 from fp8booster.nn.weights import collectives, freshness
 from fp8booster.nn.weights.pinned import copies_are_held
-from fp8booster.nn.weights.steps import optimizer_steps
+from fp8booster.scaling.steps import optimizer_steps
 
 
 class Graph:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from fp8booster import FP8Config, convert_to_fp8
+from fp8booster.config import WeightCopies
 from fp8booster.nn.weights import memory
 from fp8booster.nn.weights.memory import fits
 
@@ -37,8 +38,8 @@ def test_copies_that_take_more_than_a_32nd_of_the_gpu_are_dropped(gpu_memory, on
     ("config", "kept"),
     [
         (FP8Config(emulate=True), False),
-        (FP8Config(emulate=True, keep_weight_transposes=True), True),
-        (FP8Config(emulate=True, granularity="rowwise"), True),
+        (FP8Config(emulate=True, weight_copies=WeightCopies(transposes=True)), True),
+        (FP8Config(emulate=True, scaling="rowwise"), True),
     ],
 )
 def test_a_conversion_decides_on_transposes_once_and_backward_makes_those_that_are_dropped(
@@ -51,7 +52,7 @@ def test_a_conversion_decides_on_transposes_once_and_backward_makes_those_that_a
     converted(x).sum().backward()
     assert layer.fp8_weight.held.transpose.numel() == kept * VALUES
     always = convert_to_fp8(
-        model(), FP8Config(emulate=True, granularity=config.granularity, keep_weight_transposes=True)
+        model(), FP8Config(emulate=True, scaling=config.granularity, weight_copies=WeightCopies(transposes=True))
     )
     always.load_state_dict(converted.state_dict())
     other = x.detach().requires_grad_()

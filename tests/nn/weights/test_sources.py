@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from fp8booster import FP8Config
+from fp8booster.config import WeightCopies
 from fp8booster.nn.weights import engine
 from fp8booster.nn.weights.cached import CachedWeight
-from fp8booster.nn.weights.casting import REAL_TIME, Casts, quantize_weight
+from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.engine import EngineWeight
 from fp8booster.nn.weights.freshness import look_again
 from fp8booster.nn.weights.pinned import collected_uses, copies_are_held
@@ -37,7 +38,7 @@ def case(request) -> tuple[list[nn.Parameter], bool]:
 
 def whole(weights: list[nn.Parameter], is_transposed: bool) -> QuantizedMatrix:
     matrix = torch.cat([weight.detach() for weight in weights])
-    return quantize_weight(matrix.t() if is_transposed else matrix, CONFIG, transposed=True)
+    return Casts(CONFIG).quantize_weight(matrix.t() if is_transposed else matrix, transposed=True)
 
 
 def provided(source: WeightSource, weights: list[nn.Parameter], is_transposed: bool) -> WeightSource:
@@ -60,8 +61,8 @@ def test_forward_and_backward_read_the_cast_of_the_stacked_weights(kind, by_engi
     source, expected = kind(is_transposed), whole(*case)
     if by_engine:
         provided(source, *case)
-    found = source.forward(weights, CONFIG, transpose=True)
-    backward_weight = source.backward(weights, CONFIG)
+    found = source.forward(weights, Casts(CONFIG), transpose=True)
+    backward_weight = source.backward(weights, Casts(CONFIG))
     assert (backward_weight is not None) == source.is_transient
     transpose, scale = (found.transpose, found.scale_of_transpose()) if backward_weight is None else backward_weight()
     assert_same(found.data, expected.data)
@@ -74,13 +75,13 @@ def test_forward_and_backward_read_the_cast_of_the_stacked_weights(kind, by_engi
 def test_another_source_that_forgets_one_of_the_weights_makes_the_stack_stale(kind) -> None:
     weights = [nn.Parameter(torch.randn(32, 48)) for _ in range(3)]
     stack, alone = provided(kind(), weights, False), CachedWeight()
-    before = stack.forward(weights, CONFIG, transpose=True)
-    assert stack.forward(weights, CONFIG, transpose=True) is before
+    before = stack.forward(weights, Casts(CONFIG), transpose=True)
+    assert stack.forward(weights, Casts(CONFIG), transpose=True) is before
     weights[1].data.mul_(2)
-    assert stack.forward(weights, CONFIG, transpose=True) is before  # nobody saw it
+    assert stack.forward(weights, Casts(CONFIG), transpose=True) is before  # nobody saw it
     alone.invalidate([weights[1]])
     assert not stack.is_provided(weights)
-    assert_same(stack.forward(weights, CONFIG, transpose=True).data, whole(weights, False).data)
+    assert_same(stack.forward(weights, Casts(CONFIG), transpose=True).data, whole(weights, False).data)
 
 
 def test_what_an_engine_made_serves_until_someone_else_changes_a_weight(case) -> None:
@@ -89,21 +90,21 @@ def test_what_an_engine_made_serves_until_someone_else_changes_a_weight(case) ->
     assert not source.is_provided(weights)
     provided(source, weights, is_transposed)
     assert source.is_provided(weights)
-    assert source.forward(weights, CONFIG, transpose=True) is source.held
+    assert source.forward(weights, Casts(CONFIG), transpose=True) is source.held
     with torch.no_grad():
         weights[-1].mul_(3)
     assert not source.is_provided(weights)
-    assert_same(source.forward(weights, CONFIG, transpose=True).data, whole(*case).data)
+    assert_same(source.forward(weights, Casts(CONFIG), transpose=True).data, whole(*case).data)
 
 
 def test_other_weights_in_the_place_of_a_stack_are_cast_anew() -> None:
     weights = [nn.Parameter(torch.randn(32, 48)) for _ in range(2)]
     source = CachedWeight()
-    source.forward(weights, CONFIG, transpose=True)
+    source.forward(weights, Casts(CONFIG), transpose=True)
     swapped = weights[::-1]
-    assert_same(source.forward(swapped, CONFIG, transpose=True).data, whole(swapped, False).data)
+    assert_same(source.forward(swapped, Casts(CONFIG), transpose=True).data, whole(swapped, False).data)
     fewer = weights[:1]
-    assert_same(source.forward(fewer, CONFIG, transpose=True).data, whole(fewer, False).data)
+    assert_same(source.forward(fewer, Casts(CONFIG), transpose=True).data, whole(fewer, False).data)
 
 
 def elsewhere(weights: list[nn.Parameter]) -> list[nn.Parameter]:
@@ -129,13 +130,13 @@ def test_what_an_engine_made_serves_no_other_weights(which: str) -> None:
     source = provided(EngineWeight(), weights, False)
     other = OTHER_WEIGHTS[which](weights)
     assert not source.is_provided(other)
-    assert_same(source.forward(other, CONFIG, transpose=True).data, whole(other, False).data)
+    assert_same(source.forward(other, Casts(CONFIG), transpose=True).data, whole(other, False).data)
 
 
 def test_what_an_engine_makes_takes_the_place_of_a_copy_and_is_left_to_it() -> None:
     weights = [nn.Parameter(torch.randn(32, 48))]
     source = EngineWeight()
-    copied = source.forward(weights, CONFIG, transpose=True)
+    copied = source.forward(weights, Casts(CONFIG), transpose=True)
     assert source.held is copied
     made = whole(weights, False)
     source.fill(weights, made)
@@ -164,16 +165,16 @@ def test_who_reads_what_another_stream_fills_waits_for_it_but_in_a_capture(monke
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_event=waited.append))
     source, made = EngineWeight(), whole(weights, False)
     source.fill(weights, made, ready)
-    pinned = source.pin(weights, CONFIG, transpose=True, record=None)
+    pinned = source.pin(weights, Casts(CONFIG), transpose=True, record=None)
     waited.clear()
-    assert source.forward(weights, CONFIG, transpose=True) is made
+    assert source.forward(weights, Casts(CONFIG), transpose=True) is made
     assert pinned.refresh()
     assert waited == [ready] * 2
     with copies_are_held():
-        assert source.forward(weights, CONFIG, transpose=True) is made
+        assert source.forward(weights, Casts(CONFIG), transpose=True) is made
     assert waited == [ready] * 2
     source.fill(weights, made)
-    source.forward(weights, CONFIG, transpose=True)
+    source.forward(weights, Casts(CONFIG), transpose=True)
     assert waited == [ready] * 2
 
 
@@ -181,7 +182,7 @@ def test_a_filling_stays_pinned_while_the_engine_fills_the_same_memory() -> None
     weights = [nn.Parameter(torch.randn(32, 48))]
     source, made = provided(EngineWeight(), weights, False), whole(weights, False)
     source.fill(weights, made)
-    pinned = source.pin(weights, CONFIG, transpose=True, record=None)
+    pinned = source.pin(weights, Casts(CONFIG), transpose=True, record=None)
     before = pinned.version()
     source.fill(weights, QuantizedMatrix(*(each if each is None else each.view_as(each) for each in made)))
     assert pinned.refresh()
@@ -198,9 +199,12 @@ def test_a_filling_stays_pinned_while_the_engine_fills_the_same_memory() -> None
 
 
 class Counting(Casts):
-    """Casts as ever, and counts."""
+    """Casts of a layer in training that count."""
 
     count = 0
+
+    def __init__(self, config: FP8Config = CONFIG) -> None:
+        super().__init__(config, config.scaling.new_state)
 
     def quantize(self, *args: object, **options: object) -> QuantizedMatrix:
         self.count += 1
@@ -210,8 +214,8 @@ class Counting(Casts):
 def test_copies_serve_calls_that_ask_for_no_more_and_for_the_same() -> None:
     weights, casts, source = [nn.Parameter(torch.randn(32, 48))], Counting(), CachedWeight()
 
-    def asked(transpose: bool = True, config: FP8Config = CONFIG, casts: Casts = casts) -> QuantizedMatrix:
-        return source.forward(weights, config, transpose=transpose, casts=casts)
+    def asked(transpose: bool = True, casts: Casts = casts) -> QuantizedMatrix:
+        return source.forward(weights, casts, transpose=transpose)
 
     assert not asked(transpose=False).transpose.numel()
     both = asked()
@@ -219,15 +223,14 @@ def test_copies_serve_calls_that_ask_for_no_more_and_for_the_same() -> None:
     assert casts.count == 2
     assert asked() is asked(transpose=False) is both
     assert casts.count == 2
-    powers = asked(config=FP8Config(power_of_two=True))
-    assert casts.count == 3
+    powers = asked(casts=Casts.in_training(FP8Config(scaling="amax")))
     assert not torch.equal(powers.inverse_scale, both.inverse_scale)
     asked()
-    assert casts.count == 4
-    evaluated = asked(casts=REAL_TIME)  # whose scales may be others
+    assert casts.count == 3
+    evaluated = asked(casts=casts.evaluation)  # whose scales may be others
     assert asked() is not evaluated
-    assert casts.count == 5
-    assert asked(casts=REAL_TIME) is not evaluated
+    assert casts.count == 4
+    assert asked(casts=casts.evaluation) is not evaluated
 
 
 def record(work: Callable[[], QuantizedMatrix], *, passing: bool = False) -> tuple[Callable[[], None], QuantizedMatrix]:
@@ -243,10 +246,10 @@ def record(work: Callable[[], QuantizedMatrix], *, passing: bool = False) -> tup
 
 def test_a_pinned_copy_is_cast_again_into_its_memory_when_its_weight_has_changed() -> None:
     weights, casts, source = [nn.Parameter(torch.randn(32, 48)) for _ in range(2)], Counting(), CachedWeight()
-    pinned = source.pin(weights, CONFIG, transpose=True, record=record, casts=casts)
+    pinned = source.pin(weights, casts, transpose=True, record=record)
     assert pinned.refresh()
     held, casts.count, version = source.held, 0, pinned.version()
-    assert source.forward(weights, CONFIG, transpose=True, casts=casts) is held
+    assert source.forward(weights, casts, transpose=True) is held
     assert pinned.refresh()
     assert casts.count == 0
     with torch.no_grad():
@@ -264,11 +267,11 @@ def test_graphs_of_one_weight_read_one_copy_as_long_as_it_is_the_same() -> None:
     weights, source = [nn.Parameter(torch.randn(32, 48)) for _ in range(2)], CachedWeight()
 
     def pin(of: list[nn.Parameter] = weights, config: FP8Config = CONFIG, transpose: bool = True) -> object:
-        return source.pin(of, config, transpose=transpose, record=record)
+        return source.pin(of, Casts(config), transpose=transpose, record=record)
 
     for other in (
         lambda: pin(transpose=False),
-        lambda: pin(config=FP8Config(power_of_two=True)),
+        lambda: pin(config=FP8Config(scaling="amax")),
         lambda: pin(weights[::-1]),
         lambda: pin(weights[:1]),
     ):
@@ -294,17 +297,17 @@ def test_a_call_that_can_keep_none_has_a_cast_of_its_own(how: str, trained: bool
     with torch.inference_mode(how not in CAST_ALONE):
         weight = torch.randn(32, 48)
     source, x = CachedWeight(), torch.randn(16, 48, requires_grad=trained)
-    found = source.for_call(weight, CONFIG, x, training=True)
+    found = source.for_call(weight, Casts.in_training(CONFIG), x)
     assert source.held is None
     assert bool(found.transpose.numel()) is trained  # for the backward of this call alone
     assert_same(found.data, whole([weight], False).data)
     with torch.no_grad():
-        assert not source.for_call(weight, CONFIG, x, training=True).transpose.numel()
+        assert not source.for_call(weight, Casts.in_training(CONFIG), x).transpose.numel()
 
 
 @pytest.mark.parametrize("keeps", [True, False])
 def test_a_kept_copy_has_the_transpose_that_its_mode_needs(keeps: bool) -> None:
-    config, weight = FP8Config(keep_weight_transposes=keeps), nn.Parameter(torch.randn(32, 48))
+    config, weight = FP8Config(weight_copies=WeightCopies(transposes=keeps)), nn.Parameter(torch.randn(32, 48))
     x, trained = torch.randn(16, 48), torch.randn(16, 48, requires_grad=True)
     for training, input, expected in (
         (True, x, keeps),  # as a checkpointed forward without gradients
@@ -313,15 +316,15 @@ def test_a_kept_copy_has_the_transpose_that_its_mode_needs(keeps: bool) -> None:
         (False, trained, True),
     ):
         source = CachedWeight()
-        found = source.for_call(weight, config, input, training=training)
+        found = source.for_call(weight, Casts.in_training(config) if training else Casts(config), input)
         assert source.held is found
         assert bool(found.transpose.numel()) is expected, (training, input.requires_grad)
 
 
 @pytest.mark.parametrize("granularity", ["tensorwise", "rowwise", "blockwise"])
 def test_a_transpose_that_backward_makes_is_that_of_the_values_then(granularity: str) -> None:
-    config = FP8Config(granularity=granularity, emulate=True)
-    made = quantize_weight(torch.randn(128, 256), config, transposed=True)
+    config = FP8Config(scaling=granularity, emulate=True)
+    made = Casts(config).quantize_weight(torch.randn(128, 256), transposed=True)
     alone = QuantizedMatrix(made.data, made.data.new_empty(0), made.inverse_scale, None)
     backward_weight = transposed_in_backward(alone)
     transpose, scale = backward_weight()
@@ -340,18 +343,18 @@ def test_a_transpose_that_backward_makes_is_that_of_the_values_then(granularity:
 @pytest.mark.parametrize("granularity", ["tensorwise", "rowwise"])
 def test_backward_casts_weights_as_they_are_when_it_asks(granularity: str) -> None:
     """Those that an engine has gathered again, in the same memory."""
-    config = FP8Config(granularity=granularity, emulate=True)
+    config = FP8Config(scaling=granularity, emulate=True)
     weights = [nn.Parameter(torch.randn(32, 48)) for _ in range(2)]
     source = ReshardedWeight()
-    backward_weight = source.backward(weights, config)
+    backward_weight = source.backward(weights, Casts(config))
     with torch.no_grad():
         weights[1].mul_(torch.linspace(1, 9, 48))
     transpose, scale = backward_weight()
     matrix = torch.cat([weight.detach() for weight in weights])
-    expected = quantize_weight(matrix, config, transposed=True)
+    expected = Casts(config).quantize_weight(matrix, transposed=True)
     assert_same(transpose, expected.transpose)
     assert torch.equal(scale, expected.scale_of_transpose())
-    assert not source.forward(weights, config, transpose=True).transpose.numel()
+    assert not source.forward(weights, Casts(config), transpose=True).transpose.numel()
 
 
 def test_what_was_gathered_is_forgotten_when_the_weights_were_changed_unseen() -> None:
@@ -366,29 +369,27 @@ def test_what_inference_mode_casts_may_be_read_by_a_backward() -> None:
     for training in (True, False):
         source = CachedWeight()
         with torch.inference_mode():
-            found = source.for_call(weight, CONFIG, x, training=training)
+            found = source.for_call(weight, Casts.in_training(CONFIG) if training else Casts(CONFIG), x)
         assert not found.data.is_inference()
         assert not found.inverse_scale.is_inference()
 
 
 @pytest.mark.parametrize("by_engine", [False, True])
 def test_uses_are_collected_as_they_were_asked_for_and_inside_alone(by_engine: bool) -> None:
-    weights, casts, config = [nn.Parameter(torch.randn(32, 48))], Casts(), FP8Config(power_of_two=True)
+    weights, casts = [nn.Parameter(torch.randn(32, 48))], Casts(CONFIG)
+    powers = Casts.in_training(FP8Config(scaling="amax"))
     source = provided(EngineWeight(), weights, False) if by_engine else CachedWeight()
     with collected_uses() as uses:
-        source.forward(weights, CONFIG, transpose=False, casts=casts)
-        source.forward(weights, config, transpose=True)
-    source.forward(weights, CONFIG, transpose=False)
-    assert [(use.source, use.config, use.transpose, use.casts) for use in uses] == [
-        (source, CONFIG, False, casts),
-        (source, config, True, REAL_TIME),
-    ]
+        source.forward(weights, casts, transpose=False)
+        source.forward(weights, powers, transpose=True)
+    source.forward(weights, casts, transpose=False)
+    assert [(use.source, use.transpose, use.casts) for use in uses] == [(source, False, casts), (source, True, powers)]
     assert all(use.weights[0] is weights[0] for use in uses)
 
 
 def test_scales_that_do_not_come_from_what_is_cast_are_noted() -> None:
-    delayed = FP8Config(scaling="delayed", emulate=True)
-    assert CachedWeight().notes_of_scaling(CONFIG) == []
+    delayed = Casts.in_training(FP8Config(scaling="delayed", emulate=True))
+    assert CachedWeight().notes_of_scaling(Casts.in_training(CONFIG)) == []
     assert CachedWeight().notes_of_scaling(delayed) == ["delayed scales"]
     assert EngineWeight().notes_of_scaling(delayed) == [
         "delayed scales, real-time ones of a weight that an engine casts"
@@ -400,18 +401,18 @@ def test_scales_that_do_not_come_from_what_is_cast_are_noted() -> None:
 def test_a_copy_holds_nothing_and_computes_the_same(kind, copied, case) -> None:
     weights, is_transposed = case
     source = provided(kind(is_transposed), *case)
-    expected = source.forward(weights, CONFIG, transpose=True)
+    expected = source.forward(weights, Casts(CONFIG), transpose=True)
     other = copied(source)
     assert type(other) is (CachedWeight if kind is EngineWeight else kind)
     assert other.held is None
-    assert_same(other.forward(weights, CONFIG, transpose=True).data, expected.data)
+    assert_same(other.forward(weights, Casts(CONFIG), transpose=True).data, expected.data)
 
 
 def test_forgetting_frees_what_is_held(case) -> None:
     weights, is_transposed = case
     for kind in (CachedWeight, EngineWeight, ReshardedWeight):
         source = provided(kind(is_transposed), *case)
-        source.forward(weights, CONFIG, transpose=True)
+        source.forward(weights, Casts(CONFIG), transpose=True)
         assert source.held is not None
         source.forget()
         assert source.held is None
@@ -434,31 +435,31 @@ def test_weights_written_unseen_are_compared_when_they_are_looked_at_again(decod
     source, weights, quantized = decoded
     kept = weights[1].data.clone()
     weights[1].data[3, 5] += 1
-    assert source.forward(weights, CONFIG, transpose=True) is quantized  # nobody saw it
+    assert source.forward(weights, Casts(CONFIG), transpose=True) is quantized  # nobody saw it
     look_again(weights[1])
     assert not source.is_provided(weights)
-    found = source.forward(weights, CONFIG, transpose=True)
+    found = source.forward(weights, Casts(CONFIG), transpose=True)
     assert_same(found.data, whole(weights, False).data)
     assert source.held is found
     weights[1].data.copy_(kept)
     look_again(weights[0])
-    assert source.forward(weights, CONFIG, transpose=True) is quantized
+    assert source.forward(weights, Casts(CONFIG), transpose=True) is quantized
     with torch.no_grad():
         weights[0].mul_(2)
-        assert source.forward(weights, CONFIG, transpose=True) is not quantized
+        assert source.forward(weights, Casts(CONFIG), transpose=True) is not quantized
         weights[0].div_(2)
-    assert source.forward(weights, CONFIG, transpose=True) is quantized
+    assert source.forward(weights, Casts(CONFIG), transpose=True) is quantized
 
 
 def test_they_are_compared_once(decoded, monkeypatch) -> None:
     source, weights, quantized = decoded
     compared = count_calls(monkeypatch, engine, "unpack")
     for _ in range(3):
-        source.forward(weights, CONFIG, transpose=True)
+        source.forward(weights, Casts(CONFIG), transpose=True)
     assert not compared
     look_again(weights[0])
     for _ in range(3):
-        assert source.forward(weights, CONFIG, transpose=True) is quantized
+        assert source.forward(weights, Casts(CONFIG), transpose=True) is quantized
     assert len(compared) == 1
 
 
@@ -468,7 +469,7 @@ def test_other_values_that_the_engine_wrote_itself_are_of_the_same_weights(decod
         weight.data.add_(0.01 * torch.randn_like(weight))  # as a checkpoint's values are
     source.note_values(weights)
     look_again(weights[0])
-    assert source.forward(weights, CONFIG, transpose=True) is quantized
+    assert source.forward(weights, Casts(CONFIG), transpose=True) is quantized
     first, second = weights[0].data[0, :2].tolist()
     weights[0].data[0, :2] = torch.tensor([second, first], dtype=torch.bfloat16)  # the same values elsewhere
     look_again(weights[0])
@@ -492,6 +493,6 @@ def test_weights_without_values_are_what_the_engine_made(decoded) -> None:
         weight.data = weight.new_full((), torch.nan).expand(weight.shape)
     source.fill(weights, quantized)
     look_again(weights[0])
-    assert source.forward(weights, CONFIG, transpose=True) is quantized
+    assert source.forward(weights, Casts(CONFIG), transpose=True) is quantized
     weights[0].data, weights[1].data = torch.ones(32, 48).bfloat16(), torch.ones(16, 48).bfloat16()
-    assert source.forward(weights, CONFIG, transpose=True).inverse_scale.item() == pytest.approx(1 / 448)
+    assert source.forward(weights, Casts(CONFIG), transpose=True).inverse_scale.item() == pytest.approx(1 / 448)

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from fp8booster import FP8Config, formats
-from fp8booster.nn.weights import channels
-from fp8booster.nn.weights.casting import INPUT, OUTPUT_GRADIENT, WEIGHT
-from fp8booster.nn.weights.channels import ChannelCasts, factors_of
+from fp8booster.nn.weights import casting
+from fp8booster.nn.weights.casting import Casts
+from fp8booster.scaling import INPUT, OUTPUT_GRADIENT, WEIGHT
+from fp8booster.scaling.smooth_swiglu import ChannelFactors, SmoothSwiGLU, factors_of
 from fp8booster.tensor import QuantizedMatrix
 
-CONFIG = FP8Config(emulate=True)
+CONFIG = FP8Config(scaling="smooth-swiglu", emulate=True)
 COLUMNS = 16
 
 
@@ -46,10 +47,13 @@ def of_channels(largest: float, rows: int = 32) -> torch.Tensor:
     return matrix
 
 
-def cast(
-    casts: ChannelCasts, role: str, matrix: torch.Tensor, config: FP8Config = CONFIG, *, plain: bool = True
-) -> QuantizedMatrix:
-    made = casts.quantize(role, config, matrix, formats.E4M3, plain=plain, transposed=True)
+def by_channel(config: FP8Config = CONFIG) -> Casts:
+    """Casts as the down projection of a fused block has them."""
+    return Casts(config, ChannelFactors)
+
+
+def cast(casts: Casts, role: str, matrix: torch.Tensor, *, plain: bool = True) -> QuantizedMatrix:
+    made = casts.quantize(role, matrix, plain=plain, transposed=True)
     rows = len(matrix)
     if plain:
         torch.testing.assert_close(made.dequantize(rows, COLUMNS), matrix, rtol=0.07, atol=0.0)
@@ -59,14 +63,14 @@ def cast(
 
 
 def test_the_powers_are_found_at_the_weights_cast_from_all_inputs_since_the_last() -> None:
-    casts, weight = ChannelCasts(), of_channels(1.0)
+    casts, weight = by_channel(), of_channels(1.0)
     assert not cast(casts, WEIGHT, weight).has_factors
     for largest in (2.0**6, 2.0**10, 2.0**2):
         assert not cast(casts, INPUT, of_channels(largest)).has_factors
-    assert casts.remembered[INPUT].tolist() == [2.0 if channel != 3 else 2.0**11 for channel in range(COLUMNS)]
+    assert casts.saved[INPUT].tolist() == [2.0 if channel != 3 else 2.0**11 for channel in range(COLUMNS)]
     made = cast(casts, WEIGHT, weight)
-    assert casts.factors.tolist() == [1.0 if channel != 3 else 2.0**-5 for channel in range(COLUMNS)]
-    assert casts.remembered == {}
+    assert casts.state.factors.tolist() == [1.0 if channel != 3 else 2.0**-5 for channel in range(COLUMNS)]
+    assert casts.saved == {}
     # a product reads both: what is divided in one is multiplied in the other
     x = of_channels(2.0**10)
     inputs = cast(casts, INPUT, x)
@@ -75,37 +79,37 @@ def test_the_powers_are_found_at_the_weights_cast_from_all_inputs_since_the_last
     torch.testing.assert_close(plain[0][:, 3], x[:, 3] * 2.0**-5, rtol=0.07, atol=0)
     torch.testing.assert_close(plain[1][:, 3], weight[:, 3] * 2.0**5, rtol=0.07, atol=0)
     cast(casts, INPUT, of_channels(1.0))
-    casts.remember({INPUT: torch.full((COLUMNS,), 2.0)})  # as after a resume
+    casts.load({INPUT: torch.full((COLUMNS,), 2.0)})  # as after a resume
     cast(casts, WEIGHT, weight)
-    assert casts.factors.tolist() == [1.0] * COLUMNS
+    assert casts.state.factors.tolist() == [1.0] * COLUMNS
 
 
 def test_transposes_of_backward_and_gradients_change_nothing() -> None:
-    casts, weight = ChannelCasts(), of_channels(1.0)
+    casts, weight = by_channel(), of_channels(1.0)
     cast(casts, INPUT, of_channels(2.0**10))
-    before = casts.remembered[INPUT].clone()
+    before = casts.saved[INPUT].clone()
     cast(casts, INPUT, of_channels(2.0**14), plain=False)
-    made = casts.quantize(OUTPUT_GRADIENT, CONFIG, of_channels(2.0**14), formats.E4M3, transposed=True)
+    made = casts.quantize(OUTPUT_GRADIENT, of_channels(2.0**14), transposed=True, dtype=formats.E4M3)
     assert made.transpose_inverse_scale is None
-    assert torch.equal(casts.remembered[INPUT], before)
+    assert torch.equal(casts.saved[INPUT], before)
     cast(casts, WEIGHT, weight, plain=False)
-    assert casts.factors is None
-    assert torch.equal(casts.remembered[INPUT], before)
+    assert casts.state.factors is None
+    assert torch.equal(casts.saved[INPUT], before)
 
 
 def test_amaxes_of_another_number_of_channels_are_left_out() -> None:
-    casts = ChannelCasts()
-    casts.remember({INPUT: torch.full((COLUMNS * 2,), 3.0)})
+    casts = by_channel()
+    casts.load({INPUT: torch.full((COLUMNS * 2,), 3.0)})
     assert not cast(casts, WEIGHT, of_channels(1.0)).has_factors
-    assert casts.remembered == {}
+    assert casts.saved == {}
 
 
 @pytest.mark.parametrize("columns", [16, 20])
 def test_scales_may_be_powers_of_two_and_columns_are_filled_up(columns: int) -> None:
-    casts, config = ChannelCasts(), FP8Config(emulate=True, power_of_two=True)
+    casts = by_channel(FP8Config(emulate=True, scaling=SmoothSwiGLU(power_of_two=True)))
     x, weight = torch.rand(20, columns) + 0.3, torch.rand(20, columns) + 0.3
-    casts.quantize(INPUT, config, x, formats.E4M3)
-    made = casts.quantize(WEIGHT, config, weight, formats.E4M3, transposed=True)
+    casts.quantize(INPUT, x, dtype=formats.E4M3)
+    made = casts.quantize(WEIGHT, weight, transposed=True, dtype=formats.E4M3)
     assert made.has_factors
     assert made.inverse_scale.log2().frac() == 0
     assert made.scale_of_transpose().shape == (made.transpose.shape[0],)
@@ -114,6 +118,6 @@ def test_scales_may_be_powers_of_two_and_columns_are_filled_up(columns: int) -> 
 
 
 def test_a_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channels, "is_captured", lambda tensor: True)
-    with pytest.raises(RuntimeError, match=r"smooth_swiglu=True\) does not go into a CUDA graph"):
-        ChannelCasts().quantize(INPUT, CONFIG, torch.ones(16, 16), formats.E4M3)
+    monkeypatch.setattr(casting, "is_in_capture", lambda tensor: True)
+    with pytest.raises(RuntimeError, match=r'scaling="smooth-swiglu"\) does not go into a CUDA graph'):
+        by_channel().quantize(INPUT, torch.ones(16, 16))

@@ -11,29 +11,31 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8booster import FP8Config, convert_to_fp8, formats, report
+from fp8booster.config import Activations
 from fp8booster.kernels.scales import scale_of
 from fp8booster.nn.experts.grouped import GroupedExperts
 from fp8booster.nn.fused import fuse
 from fp8booster.nn.graphs import capture_layers, captured_layers
 from fp8booster.nn.held_casts import remember_amaxes, remembered_amaxes
 from fp8booster.nn.linear.layer import FP8Layer
-from fp8booster.nn.weights import history as module
-from fp8booster.nn.weights.casting import INPUT, OUTPUT_GRADIENT, WEIGHT, Casts
-from fp8booster.nn.weights.steps import note_step
+from fp8booster.nn.weights.casting import Casts
+from fp8booster.scaling import INPUT, OUTPUT_GRADIENT, WEIGHT, Constant, Delayed
+from fp8booster.scaling import delayed as module
+from fp8booster.scaling.steps import note_step
 from tests.kernels.matrices import same
 from tests.nn.experts.test_experts import experts, tokens
 from tests.nn.experts.test_held_as_one import HIDDEN, Experts
 from tests.nn.fused.models import batch, build
 from tests.nn.reference import count_calls
 
-DELAYED = FP8Config(scaling="delayed", delayed_history=2, emulate=True)
+DELAYED = FP8Config(scaling=Delayed(history=2), emulate=True)
 
 
-def cast(casts: Casts, value: float, config: FP8Config = DELAYED, known: bool = False) -> float:
+def cast(casts: Casts, value: float, known: bool = False) -> float:
     """The inverse scale of a cast of a matrix of this amax."""
     matrix = torch.full((2, 16), value).requires_grad_()
     amax = torch.tensor([abs(value)]) if known else None
-    made = casts.quantize(INPUT, config, matrix, formats.E4M3, transposed=True, amax=amax)
+    made = casts.quantize(INPUT, matrix, transposed=True, amax=amax)
     assert torch.equal(made.data[:2, :16].view(torch.uint8), made.transpose[:16, :2].t().view(torch.uint8))
     return made.inverse_scale.item()
 
@@ -44,7 +46,7 @@ def inverse(amax: float) -> float:
 
 @pytest.mark.parametrize("known", [False, True])
 def test_the_scale_is_that_of_the_largest_amax_of_the_steps_before(known: bool) -> None:
-    casts = Casts()
+    casts = Casts.in_training(DELAYED)
     assert [cast(casts, value, known=known) for value in (1.0, 4.0, 2.0)] == [inverse(1.0), inverse(4.0), inverse(2.0)]
     for value, expected in ((8.0, 4.0), (1.0, 8.0), (1.0, 8.0), (1.0, 1.0)):  # of two steps
         note_step()
@@ -53,21 +55,21 @@ def test_the_scale_is_that_of_the_largest_amax_of_the_steps_before(known: bool) 
 
 
 def test_the_most_recent_amax_and_a_margin_are_options() -> None:
-    config = FP8Config(scaling="delayed", delayed_amax="most recent", delayed_margin=3)
-    casts = Casts()
-    assert cast(casts, 4.0, config) == inverse(4.0)
+    config = FP8Config(scaling=Delayed(amax="most recent", margin=3))
+    casts = Casts.in_training(config)
+    assert cast(casts, 4.0) == inverse(4.0)
     for value, expected in ((1.0, 4.0), (2.0, 1.0), (0.0, 2.0), (1.0, 2.0)):  # zero says nothing
         note_step()
-        assert cast(casts, value, config) == inverse(8 * expected)
+        assert cast(casts, value) == inverse(8 * expected)
 
 
 def test_a_constant_scale_is_two_to_the_power_asked_for() -> None:
-    config = FP8Config(scaling="constant", forward_bias=3, gradient_bias=-2)
-    casts, x = Casts(), torch.randn(2, 16)
+    config = FP8Config(scaling=Constant(forward_bias=3, gradient_bias=-2))
+    casts, x = Casts.in_training(config), torch.randn(2, 16)
     roles = ((INPUT, formats.E4M3, 3), (WEIGHT, formats.E4M3, 3), (OUTPUT_GRADIENT, formats.E5M2, -2))
     for factor in (1.0, 1e4):
         for role, dtype, bias in roles:
-            made = casts.quantize(role, config, factor * x, dtype)
+            made = casts.quantize(role, factor * x, dtype=dtype)
             assert made.inverse_scale.item() == 2.0**-bias
             limit = formats.MAX[dtype] * 2.0**-bias
             assert made.dequantize(2, 16).abs().max() <= limit
@@ -100,15 +102,15 @@ def test_what_is_not_finite_reaches_loss_and_gradients_and_not_the_next_step(bad
 
 
 def test_what_is_larger_than_before_saturates() -> None:
-    casts = Casts()
+    casts = Casts.in_training(DELAYED)
     cast(casts, 1.0)
     note_step()
-    made = casts.quantize(INPUT, DELAYED, torch.full((1, 16), 100.0), formats.E4M3)
+    made = casts.quantize(INPUT, torch.full((1, 16), 100.0), dtype=formats.E4M3)
     torch.testing.assert_close(made.dequantize(1, 16), torch.ones(1, 16))
 
 
 def test_one_pass_finds_an_amax_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    casts = Casts()
+    casts = Casts.in_training(DELAYED)
     cast(casts, 1.0)
     note_step()
     by_known, finding = (count_calls(monkeypatch, module, name) for name in ("cast", "cast_by"))
@@ -136,21 +138,20 @@ def trained(config: FP8Config, steps: int = 4, **how: bool) -> tuple[nn.Module, 
     return model, [step(model, optimizer, ids) for _ in range(steps)]
 
 
-@pytest.mark.parametrize("scaling", ["real-time", "amax", "delayed", "constant"])
+@pytest.mark.parametrize("scaling", ["tensorwise", "amax", "delayed", "constant(forward_bias=4, gradient_bias=12)"])
 def test_a_model_learns_under_every_scaling(scaling: str) -> None:
-    biases = {"forward_bias": 4, "gradient_bias": 12} if scaling == "constant" else {}
-    _, losses = trained(FP8Config(scaling=scaling, vocabulary_head=True, emulate=True, **biases))
+    _, losses = trained(FP8Config(scaling=scaling, vocabulary_head=True, emulate=True))
     _, right = trained(FP8Config(vocabulary_head=True, emulate=True))
     assert losses[-1] < losses[0]
     assert losses == pytest.approx(right, rel=5e-3)
-    assert (losses == right) == (scaling == "real-time")
+    assert (losses == right) == (scaling == "tensorwise")
 
 
 def test_what_backward_makes_again_is_scaled_as_in_forward() -> None:
-    model, losses = trained(FP8Config(scaling="delayed", saved_activations="8-bit", emulate=True))
+    model, losses = trained(FP8Config(scaling="delayed", activations=Activations(saved="8-bit"), emulate=True))
     assert losses == pytest.approx(trained(DELAYED)[1], rel=5e-3)
     for layer in model.model.layers:
-        assert (layer.mlp.down_proj.fp8_casts._histories[INPUT].amaxes > 0).sum() == 4
+        assert (layer.mlp.down_proj.fp8_casts.state.by_role[INPUT].amaxes > 0).sum() == 4
 
 
 def test_grouped_experts_keep_histories_of_each_product() -> None:
@@ -163,15 +164,15 @@ def test_grouped_experts_keep_histories_of_each_product() -> None:
         held[0](x, torch.arange(80).view(40, 2) % 4, torch.ones(40, 2, dtype=torch.bfloat16)).sum().backward()
         note_step()
     for casts in (*grouped.fp8_casts.values(), *held[0].fp8_casts.values()):
-        assert casts._histories.keys() == {INPUT, WEIGHT, OUTPUT_GRADIENT}
-        for role, history in casts._histories.items():
+        assert casts.state.by_role.keys() == {INPUT, WEIGHT, OUTPUT_GRADIENT}
+        for role, history in casts.state.by_role.items():
             # no weight has changed
             assert (history.amaxes > 0).sum() == (1 if role == WEIGHT else 3)
 
 
 def test_real_time_scales_rounded_to_powers_of_two_are_those_of_amax_scaling() -> None:
     assert FP8Config(scaling="amax").power_of_two
-    assert trained(FP8Config(scaling="amax"))[1] == trained(FP8Config(power_of_two=True))[1]
+    assert trained(FP8Config(scaling="amax"))[1] == trained(FP8Config(scaling="amax"))[1]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -198,7 +199,7 @@ def test_micro_batches_of_a_step_have_one_scale_in_any_order() -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        histories = [each[0].fp8_casts._histories for each in (layer, other)]
+        histories = [each[0].fp8_casts.state.by_role for each in (layer, other)]
         for role in (INPUT, WEIGHT, OUTPUT_GRADIENT):
             torch.testing.assert_close(*(each[role].amaxes for each in histories), rtol=1e-5, atol=1e-6)
 
@@ -208,11 +209,11 @@ def test_evaluation_scales_in_real_time_and_notes_nothing() -> None:
     real_time = convert_to_fp8(nn.Sequential(copy.deepcopy(layer)), FP8Config(emulate=True)).eval()
     model(torch.randn(16, 32).requires_grad_()).sum().backward()
     note_step()
-    before = {role: each.amaxes.clone() for role, each in layer.fp8_casts._histories.items()}
+    before = {role: each.amaxes.clone() for role, each in layer.fp8_casts.state.by_role.items()}
     x = 100 * torch.randn(16, 32)
     assert torch.equal(model.eval()(x), real_time(x))
     assert before.keys() == {INPUT, WEIGHT, OUTPUT_GRADIENT}
-    for role, each in layer.fp8_casts._histories.items():
+    for role, each in layer.fp8_casts.state.by_role.items():
         assert torch.equal(each.amaxes, before[role])
 
 
@@ -241,12 +242,12 @@ def test_compiled_code_computes_what_eager_code_does() -> None:
             optimizer.zero_grad()
     for one, two in zip(eager.modules(), other.modules(), strict=True):
         if isinstance(one, FP8Layer):
-            for role, history in one.fp8_casts._histories.items():
-                assert same(history.amaxes, two.fp8_casts._histories[role].amaxes)
+            for role, history in one.fp8_casts.state.by_role.items():
+                assert same(history.amaxes, two.fp8_casts.state.by_role[role].amaxes)
 
 
 def test_a_copy_begins_anew() -> None:
-    casts = Casts()
+    casts = Casts.in_training(DELAYED)
     cast(casts, 1.0)
     note_step()
     assert cast(copy.deepcopy(casts), 4.0) == inverse(4.0)
@@ -256,16 +257,20 @@ def test_a_copy_begins_anew() -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"scaling": "delayed", "granularity": "rowwise"}, "one amax a tensor"),
-        ({"scaling": "constant", "granularity": "rowwise"}, "one amax a tensor"),
         ({"scaling": "delayed", "cuda_graphs": True}, "when a step begins"),
-        ({"scaling": "amax", "power_of_two": False}, "powers of two"),
-        ({"scaling": "constant", "power_of_two": False}, "powers of two"),
-        ({"scaling": "last"}, "use 'real-time' or"),
-        ({"scaling": "delayed", "delayed_history": 0}, "from 1 to 1024"),
-        ({"scaling": "constant", "gradient_bias": 0.5}, "whole number"),
-        ({"delayed_margin": 1}, 'option of scaling="delayed"'),
-        ({"scaling": "delayed", "forward_bias": 1}, 'option of scaling="constant"'),
+        ({"scaling": "last"}, "use tensorwise, rowwise"),
+        ({"scaling": "delayed(history=0)"}, "Delayed.history is 0; use a whole number from 1 to 1024"),
+        ({"scaling": "delayed(amax='mean')"}, "Delayed.amax is 'mean'; use 'max' or 'most recent'"),
+        ({"scaling": "delayed(margin=17)"}, "Delayed.margin is 17"),
+        ({"scaling": "delayed(power_of_two=2)"}, "Delayed.power_of_two is 2; use True or False"),
+        ({"scaling": "constant(gradient_bias=0.5)"}, "whole number"),
+        ({"scaling": "constant(margin=1)"}, "with arguments of fp8booster.scaling.Constant"),
+        ({"scaling": "delayed(4)"}, "write delayed\\(argument=value\\)"),
+        ({"scaling": "amax(power_of_two=False)"}, "with arguments of fp8booster.scaling.RealTime"),
+        ({"scaling": "rowwise(granularity='blockwise')"}, "with arguments of fp8booster.scaling.RealTime"),
+        ({"scaling": "constant", "cuda_graphs": None}, "when a step begins"),
+        ({"scaling": "smooth-swiglu", "cuda_graphs": True}, "when a step begins"),
+        ({"scaling": "smooth-swiglu", "fused": False}, "leave one of them out"),
     ],
 )
 def test_what_cannot_work_is_refused(options: dict, reason: str) -> None:
@@ -292,7 +297,7 @@ def test_the_report_names_the_scaling() -> None:
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("config", [DELAYED, FP8Config(scaling="constant", emulate=True)], ids=["delayed", "constant"])
 def test_a_gpu_casts_the_bits_of_the_cpu_and_the_host_does_not_wait(config: FP8Config, known: bool) -> None:
-    on_gpu, on_cpu = Casts(), Casts()
+    on_gpu, on_cpu = Casts.in_training(config), Casts.in_training(config)
     for step_number in range(5):
         torch.manual_seed(step_number)
         matrices = [(torch.randn(300, 144) * 2.0**step_number).bfloat16() for _ in range(2)]
@@ -303,13 +308,13 @@ def test_a_gpu_casts_the_bits_of_the_cpu_and_the_host_does_not_wait(config: FP8C
         torch.cuda.set_sync_debug_mode("error")
         try:
             found = [
-                on_gpu.quantize(INPUT, config, matrix, formats.E4M3, transposed=True, amax=amax)
+                on_gpu.quantize(INPUT, matrix, transposed=True, amax=amax, dtype=formats.E4M3)
                 for matrix, amax in zip(there, amaxes_there, strict=True)
             ]
         finally:
             torch.cuda.set_sync_debug_mode("default")
         for made, matrix, amax in zip(found, matrices, amaxes, strict=True):
-            expected = on_cpu.quantize(INPUT, config, matrix, formats.E4M3, transposed=True, amax=amax)
+            expected = on_cpu.quantize(INPUT, matrix, transposed=True, amax=amax, dtype=formats.E4M3)
             assert all(same(one.cpu(), other) for one, other in zip(made[:3], expected[:3], strict=True))
         assert same(on_gpu._histories[INPUT].amaxes.cpu(), on_cpu._histories[INPUT].amaxes)
         note_step()
@@ -317,7 +322,7 @@ def test_a_gpu_casts_the_bits_of_the_cpu_and_the_host_does_not_wait(config: FP8C
 
 @pytest.mark.parametrize(
     ("config", "roles"),
-    [(DELAYED, {WEIGHT, INPUT, OUTPUT_GRADIENT}), (FP8Config(smooth_swiglu=True, emulate=True), {INPUT})],
+    [(DELAYED, {WEIGHT, INPUT, OUTPUT_GRADIENT}), (FP8Config(scaling="smooth-swiglu", emulate=True), {INPUT})],
 )
 def test_a_model_that_remembers_goes_on_bit_for_bit(config: FP8Config, roles: set[str]) -> None:
     def take(model: nn.Module, steps: range) -> None:

@@ -1,0 +1,69 @@
+"""Real-time (current, just-in-time) scaling: the scale of a tensor comes from its own amax, at each cast."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fp8booster.scaling.checks import require_one_of, require_switch
+from fp8booster.scaling.contract import GRANULARITIES, WEIGHT, Scaling, State
+from fp8booster.tensor import QuantizedMatrix, quantize
+
+_SCALE_FOR = {"tensorwise": ("tensor", "tensor"), "rowwise": ("row", "row"), "blockwise": ("group", "block")}
+"""What has a scale of its own in (inputs and gradients, weights), as in `tensor.quantize`."""
+
+
+@dataclass(frozen=True)
+class RealTime(Scaling):
+    """Scales from the tensor as it is; with powers of two the FP8-AMAX of Perez et al. (arXiv 2309.17224).
+
+    Raises:
+        ValueError: an argument has a value that is not allowed.
+    """
+
+    granularity: str = "tensorwise"
+    """How many values share a scale, one of `GRANULARITIES`. With finer scales than one a tensor the transposes that
+    backward reads have scales of their own: for each feature, or for 128 tokens of a feature. Blockwise products have
+    no fast accumulation, and sizes are padded to multiples of 128."""
+
+    power_of_two: bool = None  # type: ignore[assignment] # see __post_init__
+    """As in `Scaling`; None: False for tensorwise scales, True for finer ones."""
+
+    def __post_init__(self) -> None:
+        require_one_of(self, "granularity", GRANULARITIES)
+        if self.power_of_two is None:
+            object.__setattr__(self, "power_of_two", self.granularity != "tensorwise")
+        require_switch(self, "power_of_two")
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """As `scaling.named` takes it."""
+        return "amax" if self == RealTime(power_of_two=True) else self.granularity
+
+    def cast(
+        self,
+        role: str,
+        matrix: torch.Tensor,
+        dtype: torch.dtype,
+        *,
+        plain: bool = True,
+        transposed: bool = False,
+        amax: torch.Tensor | None = None,
+        state: State | None = None,
+    ) -> QuantizedMatrix:
+        """As `Scaling.cast`; finer scales than one a tensor find their own amaxes."""
+        return quantize(
+            matrix,
+            dtype,
+            plain=plain,
+            transposed=transposed,
+            scale_for=_SCALE_FOR[self.granularity][role == WEIGHT],
+            power_of_two=self.power_of_two,
+            amax=amax,
+        )
+
+    @property
+    def for_engines(self) -> RealTime | None:
+        """As `Scaling.for_engines`: a shard has no whole rows or blocks."""
+        return self if self.granularity == "tensorwise" else None
