@@ -56,5 +56,5 @@ class BoostedOptimizer:
         )
 
     def get_grad_norm(self, norm_type: float = 2, **kwargs: object) -> float | None:
-        """Return the norm of the last step's gradients, None where none was asked for; the host waits for the device."""
+        """Return the norm of the last step's gradients, None where none was asked for; the host waits for it."""
         return None if self._current_grad_norm is None else float(self._current_grad_norm)

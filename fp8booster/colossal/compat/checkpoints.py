@@ -231,7 +231,7 @@ def an_index_names_files_of_its_folder(upstream: Callable, self: Any, json_path:
     "a file of a checkpoint is damaged, or holds code",
 )
 def a_file_with_code_is_not_to_be_trusted(upstream: Callable, *args: Any, **kwargs: Any) -> Any:
-    """What torch does not load is answered with the file's name and the advice not to trust it, for every plugin.
+    """A file that torch does not load is named, with the advice not to trust it, for every plugin.
 
     Without it: UnpicklingError, with torch's advice to load the file with weights_only=False, which runs its code.
     """

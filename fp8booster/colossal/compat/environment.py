@@ -62,7 +62,7 @@ def _stand_in(module: str, name: str, importer: str) -> type:
     during_import=True,
 )
 def missing_imports_are_late_errors(replacements: Replacements) -> None:
-    """What colossalai imports and nobody has is refused with a sentence when it is used, not when it is imported.
+    """Packages that colossalai imports and nobody has are refused when they are used, not when they are imported.
 
     Without it `import colossalai.booster` raises ModuleNotFoundError: No module named 'galore_torch', then
     'bitsandbytes'; with transformers 5.24 'transformers.modeling_attn_mask_utils'.

@@ -1,4 +1,4 @@
-"""What a patch is, the list of all patches, and how they are applied, listed and left out."""
+"""Patches, and the list of them all, which are applied, listed and left out."""
 
 from __future__ import annotations
 

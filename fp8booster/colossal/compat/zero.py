@@ -221,7 +221,7 @@ def gemini_forgets_gradients_that_overflowed(upstream: Callable, self: Any, *arg
 
 @wrap("zero.gemini.gemini_ddp:GeminiDDP._post_forward", "260-272", "Gemini evaluates with max_prefetch")
 def evaluation_leaves_nothing_on_the_way(upstream: Callable, self: Any) -> None:
-    """What the last operator of an evaluation fetches ahead has arrived, and is forgotten, before chunks are released.
+    """Chunks that an evaluation fetches ahead have arrived, and are forgotten, before they are released.
 
     Without it the next forward takes such a chunk for a gathered one and reads memory that is gone: a crash at the
     second evaluation, or at the next training step.
