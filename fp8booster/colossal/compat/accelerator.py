@@ -55,9 +55,7 @@ def patch_on_cpu(module: str, lines: str) -> Callable:
 
 @patch(_ACCELERATOR, "39-73,102-156,160-232,238-272", NO_DEVICE, kind=Kind.CPU)
 def cpu_accelerator_is_complete(module: ModuleType, replacements: Replacements) -> None:
-    """CpuAccelerator has the streams of `torch.cpu` and the CPU's random generator, and reports resident memory.
-
-    Without it ZeRO and `memory_allocated` raise RuntimeError: this method is not supported for cpu accelerator; and
+    """Without it ZeRO and `memory_allocated` raise RuntimeError: this method is not supported for cpu accelerator; and
     tensor parallelism TypeError, since `torch.get_rng_state` takes no device.
     """
     accelerator = module.CpuAccelerator
@@ -109,9 +107,7 @@ def _reset_peak_memory() -> None:
 
 @patch(_ACCELERATOR, "283", NO_DEVICE, kind=Kind.CPU)
 def cpu_autocasts(module: ModuleType, replacements: Replacements) -> None:
-    """CpuAccelerator's autocast is PyTorch's.
-
-    Without it `Booster(mixed_precision="fp16")` raises TypeError: 'ABCMeta' object does not support the context
+    """Without it `Booster(mixed_precision="fp16")` raises TypeError: 'ABCMeta' object does not support the context
     manager protocol.
     """
 
@@ -132,9 +128,6 @@ def cpu_autocasts(module: ModuleType, replacements: Replacements) -> None:
     only_if=lambda module: not module.is_available(),
 )
 def a_cpu_is_no_cuda_device_to_set(upstream: Callable, device: Any) -> None:
-    """`torch.cuda.set_device` leaves the device as it is when given a CPU.
-
-    Without it GPT-2, OPT and T5 raise ValueError: Expected a cuda device, but got: cpu.
-    """
+    """Without it GPT-2, OPT and T5 raise ValueError: Expected a cuda device, but got: cpu."""
     if not (isinstance(device, torch.device) and device.type == "cpu"):
         upstream(device)

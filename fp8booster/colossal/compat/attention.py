@@ -24,9 +24,7 @@ def _no_flash_attn() -> bool:
 
 
 def _with_flash_attention(upstream: Callable, shard_config: Any, sp_mode: str | None = None, *args: Any) -> Any:
-    """Attention under sequence parallelism is causal: it runs as with enable_flash_attention.
-
-    Without it, and with transformers' "sdpa" attention, whose mask is None where is_causal would do, every token
+    """Without it, and with transformers' "sdpa" attention, whose mask is None where is_causal would do, every token
     attends to those that follow.
     """
     if sp_mode is not None:
@@ -57,10 +55,8 @@ def gpt2_is_causal(
     attention_mask: torch.Tensor | None,
     *encoder: Any,
 ) -> tuple[Any, Any]:
-    """GPT-2's attention in a sharded model is causal.
-
-    Without it transformers' "sdpa" attention is given a mask of the padding alone, and takes no causal one beside it:
-    every token attends to those that follow, under tensor parallelism too.
+    """Without it transformers' "sdpa" attention is given a mask of the padding alone, and takes no causal one beside
+    it: every token attends to those that follow, under tensor parallelism too.
     """
     from transformers.modeling_attn_mask_utils import _prepare_4d_causal_attention_mask_for_sdpa
 
@@ -79,9 +75,7 @@ def gpt2_is_causal(
     "flash-attn is not installed",
 )
 def attention_needs_no_mask(module: ModuleType, replacements: Replacements) -> None:
-    """Causal attention without padding runs through PyTorch's is_causal, on the CPU too.
-
-    Without it a mask of [batch, 1, length, length] is made and is_causal not used, so that PyTorch cannot take its
+    """Without it a mask of [batch, 1, length, length] is made and is_causal not used, so that PyTorch cannot take its
     flash or cuDNN kernels; on a CPU AssertionError: No usable kernel found for FlashAttentionLoader.
     """
     if not _no_flash_attn():
@@ -132,10 +126,7 @@ def _sdpa(
 
 @patch(_ATTENTION, "282-320,496,535", f"{_RING}, and flash-attn is not installed or the group is compressed")
 def rings_run_on_pytorch(module: ModuleType, replacements: Replacements) -> None:
-    """Ring attention computes by PyTorch's own flash attention, on the CPU too, and sends FP8 in compressed groups.
-
-    Without it: RuntimeError: Flash Attention is not installed; where it is, keys and values go round in 16 bits.
-    """
+    """Without it: RuntimeError: Flash Attention is not installed; where it is, keys and values go round in 16 bits."""
     no_flash_attn = _no_flash_attn()
 
     def attention(upstream: Callable, q: Any, k: Any, v: Any, sp_axis: int, *args: Any, **kwargs: Any) -> Any:
@@ -156,10 +147,8 @@ def rings_run_on_pytorch(module: ModuleType, replacements: Replacements) -> None
     f"{_RING} and a batch of sequences of different lengths",
 )
 def ring_attention_knows_padding(module: ModuleType, replacements: Replacements) -> None:
-    """Each sequence of a padded batch has its own positions along the ring, and padding has no label.
-
-    Without it the tokens of shorter sequences are rotated as if they stood where those of the longest do, and padding
-    is trained to predict token 0.
+    """Without it the tokens of shorter sequences are rotated as if they stood where those of the longest do, and
+    padding is trained to predict token 0.
     """
 
     def prepare_varlen_batch(
@@ -193,10 +182,7 @@ def ring_attention_knows_padding(module: ModuleType, replacements: Replacements)
     _ATTENTION, "shardformer/modeling/llama.py:323,326, shardformer/modeling/gpt2.py:410,412", f"{_RING} and no labels"
 )
 def rings_need_no_labels(module: ModuleType, replacements: Replacements) -> None:
-    """Models with ring attention give the logits of this rank's tokens, as they do with labels.
-
-    Without it TypeError: 'NoneType' object is not iterable.
-    """
+    """Without it TypeError: 'NoneType' object is not iterable."""
 
     @by_name
     def prepare_varlen_batch(call: Callable[[], Any], given: dict[str, Any]) -> Any:
@@ -216,10 +202,7 @@ def rings_need_no_labels(module: ModuleType, replacements: Replacements) -> None
     f"{_RING} with another model than LLaMA or GPT-2",
 )
 def ring_attention_is_refused_where_there_is_none(given: dict[str, Any]) -> str | None:
-    """`ring_attn` is refused for models whose attention does not run in a ring, with the modes that they have.
-
-    Without it the first forward raises AssertionError: Invalid sp_mode, or an error about sizes that do not fit.
-    """
+    """Without it the first forward raises AssertionError: Invalid sp_mode, or an error about sizes that do not fit."""
     kind = getattr(getattr(given["model"], "config", None), "model_type", None)
     if given["self"].shard_config.sequence_parallelism_mode != "ring_attn" or kind in ("llama", "gpt2"):
         return None
@@ -231,10 +214,7 @@ def ring_attention_is_refused_where_there_is_none(given: dict[str, Any]) -> str 
 
 @patch("shardformer.modeling.gpt2", "414-425", "GPT-2 and no labels")
 def gpt2_needs_no_labels(module: ModuleType, replacements: Replacements) -> None:
-    """A sharded GPT-2 gives its logits without labels.
-
-    Without it UnboundLocalError: cannot access local variable 'loss', in every mode.
-    """
+    """Without it UnboundLocalError: cannot access local variable 'loss', in every mode."""
     none = object()
 
     @by_name
@@ -251,9 +231,7 @@ def gpt2_needs_no_labels(module: ModuleType, replacements: Replacements) -> None
 
 
 def _with_a_mask(upstream: Callable, *args: Any, **kwargs: Any) -> Any:
-    """A sharded model takes a batch without a mask for one without padding.
-
-    Without it: AttributeError: 'NoneType' object has no attribute 'bool', 'size' or 'device', and in a pipeline the
+    """Without it: AttributeError: 'NoneType' object has no attribute 'bool', 'size' or 'device', and in a pipeline the
     stages before wait for ever.
     """
     given = arguments_of(upstream, args, kwargs)

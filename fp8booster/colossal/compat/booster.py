@@ -22,10 +22,7 @@ _FSDP = "booster.plugin.torch_fsdp_plugin"
 
 @patch("booster.mixed_precision.bf16", "4", "always")
 def bf16_autocasts(module: ModuleType, replacements: Replacements) -> None:
-    """`Booster(mixed_precision="bf16")` runs model and criterion under autocast to BF16.
-
-    Without it: TypeError: Can't instantiate abstract class BF16MixedPrecision.
-    """
+    """Without it: TypeError: Can't instantiate abstract class BF16MixedPrecision."""
     if not module.BF16MixedPrecision.__abstractmethods__:
         return
     from colossalai.accelerator import get_accelerator
@@ -49,10 +46,7 @@ def bf16_autocasts(module: ModuleType, replacements: Replacements) -> None:
     'Booster is given mixed_precision="fp8", "fp16_apex" or "fp16_naive"',
 )
 def empty_precisions_are_refused(module: ModuleType, replacements: Replacements) -> None:
-    """`Booster(mixed_precision=...)` refuses a precision that colossalai names and does not have.
-
-    Without it: TypeError: Can't instantiate abstract class FP8MixedPrecision.
-    """
+    """Without it: TypeError: Can't instantiate abstract class FP8MixedPrecision."""
     mapping = module._mixed_precision_mapping
     empty = {name for name, precision in mapping.items() if precision.__abstractmethods__}
 
@@ -71,10 +65,7 @@ def empty_precisions_are_refused(module: ModuleType, replacements: Replacements)
 
 @patch("booster.mixed_precision.fp16_torch", "37", 'Booster is given mixed_precision="fp16"')
 def fp16_optimizer_is_unwrapped_wholly(module: ModuleType, replacements: Replacements) -> None:
-    """The torch optimizer is found beneath both wrappers: the plugin's, and that of the mixed precision.
-
-    Without it loading a sharded optimizer raises AttributeError: 'OptimizerWrapper' object has no attribute 'state'.
-    """
+    """Without it a sharded optimizer does not load: 'OptimizerWrapper' object has no attribute 'state'."""
 
     def unwrap(self) -> torch.optim.Optimizer:
         return self.optim.unwrap() if isinstance(self.optim, module.OptimizerWrapper) else self.optim
@@ -94,10 +85,7 @@ def fp16_optimizer_is_unwrapped_wholly(module: ModuleType, replacements: Replace
 def no_sync_reaches_ddp_under_mixed_precision(
     upstream: Callable, self: Any, model: nn.Module, optimizer: Any = None
 ) -> AbstractContextManager:
-    """`Booster.no_sync` takes a model that the mixed precision has wrapped.
-
-    Without it: AssertionError: Model is not boosted by TorchDDPPlugin.
-    """
+    """Without it: AssertionError: Model is not boosted by TorchDDPPlugin."""
     from colossalai.interface import ModelWrapper
 
     if isinstance(model, ModelWrapper) and isinstance(model.module, ModelWrapper):
@@ -107,9 +95,7 @@ def no_sync_reaches_ddp_under_mixed_precision(
 
 @patch_on_cpu(_FSDP, "100,533")
 def fsdp_runs_on_cpu(module: ModuleType, replacements: Replacements) -> None:
-    """TorchFSDPPlugin shards a model on the CPU where there is no GPU, and saves it without moving it there.
-
-    Without it: AssertionError: Torch not compiled with CUDA enabled (or RuntimeError: no NVIDIA driver); and when it
+    """Without it: AssertionError: Torch not compiled with CUDA enabled (or RuntimeError: no NVIDIA driver); and when it
     saves RuntimeError: setStorage: ... out of bounds, since FSDP frees what it took for the copy on the GPU.
     """
 
@@ -140,10 +126,7 @@ def _unknown_defaults(optimizer: Optimizer) -> set[str]:
 def fsdp_makes_optimizers_anew(
     upstream: Callable, self: Any, model: nn.Module, optimizer: Optimizer | None = None, *args: Any, **kwargs: Any
 ) -> tuple:
-    """TorchFSDPPlugin makes the optimizer anew from those of its defaults that its constructor takes.
-
-    Without it: TypeError: AdamW.__init__() got an unexpected keyword argument 'decoupled_weight_decay'.
-    """
+    """Without it: TypeError: AdamW.__init__() got an unexpected keyword argument 'decoupled_weight_decay'."""
     for name in () if optimizer is None else _unknown_defaults(optimizer):
         del optimizer.defaults[name]  # its constructor sets it again
     return upstream(self, model, optimizer, *args, **kwargs)
@@ -158,9 +141,7 @@ def fsdp_makes_optimizers_anew(
 def fsdp_keeps_parameter_groups(
     upstream: Callable, self: Any, model: nn.Module, optimizer: Optimizer | None = None, *args: Any, **kwargs: Any
 ) -> tuple:
-    """TorchFSDPPlugin keeps the optimizer's parameter groups with their options: rates, decay, `initial_lr`.
-
-    Without it there is one group, of all parameters with the optimizer's defaults: the first step after a warm-up's
+    """Without it there is one group, of all parameters with the optimizer's defaults: the first step after a warm-up's
     start is taken at the full learning rate, what the optimizer was not given is trained, and a schedule of several
     groups raises ValueError: zip() argument 2 is longer than argument 1.
     """
@@ -185,10 +166,7 @@ def fsdp_keeps_parameter_groups(
 
 @patch(_FSDP, "414", "gradients are clipped by norm")
 def fsdp_clips_by_the_whole_norm(module: ModuleType, replacements: Replacements) -> None:
-    """FSDP's optimizer clips by the norm of the whole gradient, the same on every rank.
-
-    Without it each rank clips its part of the gradient by that part's norm.
-    """
+    """Without it each rank clips its part of the gradient by that part's norm."""
 
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, *_: Any, **__: Any

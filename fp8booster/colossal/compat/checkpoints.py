@@ -66,29 +66,20 @@ class BackgroundFileWriter:
 
 @patch("utils.safetensors", "10-15", "tensornvme is not installed")
 def async_save_without_tensornvme(module: ModuleType, replacements: Replacements) -> None:
-    """`use_async=True` writes checkpoints in a thread where tensornvme is not installed.
-
-    Without it: NameError: name 'AsyncFileWriter' is not defined.
-    """
+    """Without it: NameError: name 'AsyncFileWriter' is not defined."""
     if not hasattr(module, "AsyncFileWriter"):
         replacements.set(module, "AsyncFileWriter", BackgroundFileWriter)
 
 
 @wrap_on_cpu("checkpoint_io.utils:_pin_tensor", "965-968")
 def cpu_memory_is_not_pinned(upstream: Callable, tensor: torch.Tensor, empty: bool = True) -> torch.Tensor:
-    """`use_async=True` and `low_cpu_mem_mode=False` use plain memory where there is no device to pin it for.
-
-    Without it: RuntimeError: Cannot access accelerator device when none is available.
-    """
+    """Without it: RuntimeError: Cannot access accelerator device when none is available."""
     return torch.empty_like(tensor, device="cpu") if empty else tensor
 
 
 @by_name
 def _without_pinning(call: Callable[[], Any], given: dict[str, Any]) -> Any:
-    """States are saved in the background (`use_async=True`) from plain memory where there is no device to pin it for.
-
-    Without it: RuntimeError: pin_memory=True requires a CUDA or other accelerator backend.
-    """
+    """Without it: RuntimeError: pin_memory=True requires a CUDA or other accelerator backend."""
     given.pop("pinned_state_dicts", None)
     return call()
 
@@ -119,10 +110,7 @@ for _name, _where, _lines in (
 def tied_weights_are_saved_from_the_cpu(
     upstream: Callable, state_dict: dict, checkpoint_file_path: str, use_safetensors: bool
 ) -> None:
-    """Weights that share memory on the CPU are saved under each of their names, as those of a GPU are.
-
-    Without it: RuntimeError: Some tensors share memory.
-    """
+    """Without it: RuntimeError: Some tensors share memory."""
     seen: set[int] = set()
     state_dict = dict(state_dict)
     for name, value in state_dict.items() if use_safetensors else ():
@@ -140,10 +128,7 @@ def tied_weights_are_saved_from_the_cpu(
     "Gemini loads a checkpoint of a model with tied weights",
 )
 def gemini_loads_tied_weights(upstream: Callable, self: Any, state_dict: dict, *args: Any) -> None:
-    """A checkpoint that has a tied weight under each of its names, as Gemini's own, loads.
-
-    Without it: RuntimeError: Unexpected key(s) in state_dict: "lm_head.weight".
-    """
+    """Without it: RuntimeError: Unexpected key(s) in state_dict: "lm_head.weight"."""
     names = {name for name, _ in self.module.named_parameters()}
     tied = {name for name, _ in self.module.named_parameters(remove_duplicate=False)} - names
     upstream(self, {name: value for name, value in state_dict.items() if name not in tied}, *args)
@@ -162,10 +147,7 @@ def shards_name_a_tied_weight_once(
     strict: bool = False,
     load_sub_module: bool = True,
 ) -> None:
-    """Shards that hold a tied weight under one of its names load where every name is asked for.
-
-    Without it: RuntimeError: Missing key(s) in state_dict: "lm_head.weight".
-    """
+    """Without it: RuntimeError: Missing key(s) in state_dict: "lm_head.weight"."""
     from colossalai.interface.model import PeftUnwrapMixin
 
     upstream(model, state_dict, missing_keys, strict, load_sub_module)
@@ -185,10 +167,7 @@ def shards_name_a_tied_weight_once(
     "transformers >= 5, which has no modeling_utils.get_parameter_dtype",
 )
 def sharded_checkpoint_keeps_its_config(module: ModuleType, replacements: Replacements) -> None:
-    """`save_model(shard=True)` writes config.json beside the weights.
-
-    Without it the file is left out in silence, and `from_pretrained` cannot load the checkpoint.
-    """
+    """Without it the file is left out in silence, and `from_pretrained` cannot load the checkpoint."""
     import transformers.modeling_utils  # here, not above: importing fp8booster.colossal must stay cheap
 
     if hasattr(transformers.modeling_utils, "get_parameter_dtype"):
@@ -214,10 +193,7 @@ def sharded_checkpoint_keeps_its_config(module: ModuleType, replacements: Replac
     "an index is damaged, or names files outside of its folder",
 )
 def an_index_names_files_of_its_folder(upstream: Callable, self: Any, json_path: str) -> None:
-    """The index of a checkpoint is checked before a file that it names is opened.
-
-    Without it `../other/model.safetensors` is read, and a damaged index ends in an error without its name.
-    """
+    """Without it `../other/model.safetensors` is read, and a damaged index ends in an error without its name."""
     path = Path(json_path)
     # where stages of a pipeline write, and read, indices of files that lie in the folder above
     read_index(path, COPY_AGAIN, written=path.parent.name != "tmp_index_files")
@@ -231,10 +207,7 @@ def an_index_names_files_of_its_folder(upstream: Callable, self: Any, json_path:
     "a file of a checkpoint is damaged, or holds code",
 )
 def a_file_with_code_is_not_to_be_trusted(upstream: Callable, *args: Any, **kwargs: Any) -> Any:
-    """A file that torch does not load is named, with the advice not to trust it, for every plugin.
-
-    Without it: UnpicklingError, with torch's advice to load the file with weights_only=False, which runs its code.
-    """
+    """Without it: UnpicklingError, with torch's advice to load the file by weights_only=False, which runs its code."""
     with faults_named():
         return upstream(*args, **kwargs)
 
@@ -247,10 +220,7 @@ def a_file_with_code_is_not_to_be_trusted(upstream: Callable, *args: Any, **kwar
 def pipeline_stages_load_a_weight_that_they_share(
     upstream: Callable, self: Any, model: nn.Module, *args: Any, **kwargs: Any
 ) -> None:
-    """A stage whose name of a tied weight is not in a checkpoint takes it from the stage whose name is.
-
-    Without it the last stage keeps the head that it had, without a word.
-    """
+    """Without it the last stage keeps the head that it had, without a word."""
     stage = model.stage_manager.stage
     by_stages = [by_stage for by_stage in model.shared_params if by_stage]
     shared = [
@@ -308,10 +278,7 @@ def _stage_that_loaded(has_loaded: bool, group: dist.ProcessGroup) -> int | None
 
 @wrap_on_cpu(f"{_MOE}gather_from_sharded_optimizer_state", "284")
 def moe_states_are_gathered_on_cpu(upstream: Callable, *args: Any, **kwargs: Any) -> Any:
-    """MoECheckpointIO gathers optimizer states where they lie if there is no GPU to move them to.
-
-    Without it: AssertionError: Torch not compiled with CUDA enabled (or RuntimeError: no NVIDIA driver).
-    """
+    """Without it: AssertionError: Torch not compiled with CUDA enabled (or RuntimeError: no NVIDIA driver)."""
     with temporarily(torch.Tensor, cuda=lambda tensor, *_, **__: tensor):
         return upstream(*args, **kwargs)
 
@@ -322,9 +289,7 @@ def moe_states_are_gathered_on_cpu(upstream: Callable, *args: Any, **kwargs: Any
     "experts are spread over ranks, and a checkpoint is to be one file",
 )
 def moe_saves_spread_experts_in_shards(given: dict[str, Any]) -> str | None:
-    """Saving a model whose experts are spread over ranks to one file is refused.
-
-    Without it the first rank's experts are written with those of other ranks behind them in the same tensor, and the
+    """Without it the first rank's experts are written with those of other ranks behind them in the same tensor, and the
     others' are missing.
     """
     ranks = given["self"].ep_size
@@ -339,10 +304,7 @@ def moe_saves_spread_experts_in_shards(given: dict[str, Any]) -> str | None:
     "overlap_allgather is on, or weights are sent in FP8",
 )
 def moe_waits_before_saving(upstream: Callable, self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """MoECheckpointIO makes the model's weights ready before it reads them, as the other plugins' checkpoints do.
-
-    Without it weights that ZeRO still gathers are saved as they are by then.
-    """
+    """Without it weights that ZeRO still gathers are saved as they are by then."""
     model._force_wait_all_gather()
     upstream(self, model, *args, **kwargs)
 
@@ -355,9 +317,7 @@ def moe_waits_before_saving(upstream: Callable, self: Any, model: nn.Module, *ar
 def moe_saves_what_a_state_dict_holds(
     upstream: Callable, model: nn.Module, *args: Any, **kwargs: Any
 ) -> Iterator[tuple]:
-    """MoECheckpointIO writes no buffers that are left out of state dicts.
-
-    Without it a Mixtral's checkpoint holds "model.rotary_emb.inv_freq", and other plugins do not load it: Unexpected
+    """Without it a Mixtral's checkpoint holds "model.rotary_emb.inv_freq", and other plugins do not load it: Unexpected
     key(s).
     """
     from colossalai.utils import get_non_persistent_buffers_set

@@ -62,9 +62,7 @@ def _stand_in(module: str, name: str, importer: str) -> type:
     during_import=True,
 )
 def missing_imports_are_late_errors(replacements: Replacements) -> None:
-    """Packages that colossalai imports and nobody has are refused when they are used, not when they are imported.
-
-    Without it `import colossalai.booster` raises ModuleNotFoundError: No module named 'galore_torch', then
+    """Without it `import colossalai.booster` raises ModuleNotFoundError: No module named 'galore_torch', then
     'bitsandbytes'; with transformers 5.24 'transformers.modeling_attn_mask_utils'.
     """
     native = builtins.__import__
@@ -102,10 +100,7 @@ def missing_imports_are_late_errors(replacements: Replacements) -> None:
 
 @patch("quantization.bnb", "24", "bitsandbytes is not installed")
 def quantized_lora_names_bitsandbytes(module: ModuleType, replacements: Replacements) -> None:
-    """`enable_lora(quantize=True)` says that it needs bitsandbytes.
-
-    Without it: NameError: name 'IS_8BIT_BNB_AVAILABLE' is not defined.
-    """
+    """Without it: NameError: name 'IS_8BIT_BNB_AVAILABLE' is not defined."""
 
     def quantize_model(*_: Any, **__: Any) -> NoReturn:
         raise ImportError("quantize=True needs bitsandbytes, which is not installed: pip install bitsandbytes")
@@ -135,10 +130,8 @@ _GIVEN = _given_connections()
 
 @patch("initialize", "10", f"the user has not set {CONNECTIONS}")
 def streams_have_queues_of_their_own(module: ModuleType, replacements: Replacements) -> None:
-    """Streams do not wait for each other unless they are told to.
-
-    Without it colossalai sets CUDA_DEVICE_MAX_CONNECTIONS=1 when it is imported, whatever the user has set: all streams
-    share one queue, and the next forward waits behind the weights that are sent meanwhile.
+    """Without it colossalai sets CUDA_DEVICE_MAX_CONNECTIONS=1 when it is imported, whatever the user has set: all
+    streams share one queue, and the next forward waits behind the weights that are sent meanwhile.
     """
     if os.environ.get(CONNECTIONS) == _GIVEN:
         return
@@ -158,9 +151,7 @@ def streams_have_queues_of_their_own(module: ModuleType, replacements: Replaceme
     "PyTorch has no is_hccl_available (all but Ascend's builds), and no NCCL or a gloo group beside it",
 )
 def hccl_is_unavailable(module: ModuleType, replacements: Replacements) -> None:
-    """`is_hccl_available()` answers False and `Backend.HCCL` has its name where PyTorch was not built with HCCL.
-
-    Without it pipelines raise AttributeError: module 'torch.distributed' has no attribute 'is_hccl_available'; on a
+    """Without it pipelines raise AttributeError: module 'torch.distributed' has no attribute 'is_hccl_available'; on a
     CUDA build over gloo, type object 'Backend' has no attribute 'HCCL'.
     """
     if not hasattr(module, "is_hccl_available"):
@@ -176,9 +167,7 @@ def hccl_is_unavailable(module: ModuleType, replacements: Replacements) -> None:
     only_if=lambda module: "LOCAL_WORLD_SIZE" in module.process_group_is_intranode.__code__.co_consts,
 )
 def ranks_of_a_node_are_counted(upstream: Callable, pg: dist.ProcessGroup | None) -> bool:
-    """`process_group_is_intranode` reads the variable that is set, not LOCAL_WORLD_SIZE in its stead.
-
-    Without it: KeyError: 'LOCAL_WORLD_SIZE' under Open MPI and SLURM, and ZeroDivisionError without a launcher and a
+    """Without it: KeyError: 'LOCAL_WORLD_SIZE' under Open MPI and SLURM, and ZeroDivisionError without a launcher and a
     GPU, as soon as fp8_communication is on.
     """
     ranks = dist.get_process_group_ranks(pg if pg is not None else dist.group.WORLD)
@@ -203,9 +192,7 @@ def local_world_size() -> int:
     kind=Kind.FP8,
 )
 def graphs_end_before_groups(upstream: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Captured layers give up their CUDA graphs before a process group is destroyed.
-
-    Without it the program hangs where it ends: NCCL waits until no graph is left that holds one of the group's
+    """Without it the program hangs where it ends: NCCL waits until no graph is left that holds one of the group's
     collectives. No longer needed when PyTorch frees them.
     """
     free_graphs()

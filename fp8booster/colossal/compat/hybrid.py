@@ -32,9 +32,7 @@ def _mul_is_out_of_place(module: ModuleType) -> bool:
     only_if=_mul_is_out_of_place,
 )
 def masters_are_plain_tensors(upstream: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
-    """The FP32 masters of HybridParallelPlugin with zero_stage=0 are plain tensors, which change in place.
-
-    Without it those of ColoParameters (made by native use_fp8) are ColoTensors, whose `mul_` is a `mul`: moments of
+    """Without it those of ColoParameters (made by native use_fp8) are ColoTensors, whose `mul_` is a `mul`: moments of
     AdamW never decay, and the loss is NaN by the third step.
     """
     from colossalai.tensor.colo_tensor import ColoTensor
@@ -52,10 +50,8 @@ def masters_are_plain_tensors(upstream: Callable, self: Any, *args: Any, **kwarg
 )
 @by_name
 def sequences_have_one_default_mode(call: Callable[[], None], given: dict[str, Any]) -> None:
-    """Sequence parallelism without a mode is "all_to_all" with an sp_size, and else "split_gather".
-
-    Without it the plugin makes the groups of the one and shards for the other: an AssertionError with an sp_size, and
-    with tensor parallelism RuntimeError: The size of tensor a must match the size of tensor b.
+    """Without it the plugin makes the groups of the one and shards for the other: an AssertionError with an sp_size,
+    and with tensor parallelism RuntimeError: The size of tensor a must match the size of tensor b.
     """
     if given.get("enable_sequence_parallelism") and given.get("sequence_parallelism_mode") is None:
         given["sequence_parallelism_mode"] = "all_to_all" if (given.get("sp_size") or 1) > 1 else "split_gather"
@@ -64,9 +60,7 @@ def sequences_have_one_default_mode(call: Callable[[], None], given: dict[str, A
 
 @refuse(f"{_PLUGIN}:HybridParallelPlugin.enable_lora", "1516", "booster.enable_lora with tp_size or pp_size above 1")
 def adapters_need_a_whole_model(given: dict[str, Any]) -> str | None:
-    """LoRA is refused where tensor parallelism or a pipeline would cut the model.
-
-    Without it tensor parallelism raises an AssertionError without words, and a pipeline AttributeError: no attribute
+    """Without it tensor parallelism raises an AssertionError without words, and a pipeline AttributeError: no attribute
     'embed_tokens', for the policies do not look behind peft's wrapper.
     """
     tensor, pipeline = given["self"].tp_size, given["self"].pp_size
@@ -84,10 +78,7 @@ def adapters_need_a_whole_model(given: dict[str, Any]) -> str | None:
     "gradients of a GPT-2, whose layers are fused ones, are clipped under tensor parallelism",
 )
 def norms_count_shards_of_fused_layers(upstream: Callable, tensor: torch.Tensor) -> bool:
-    """The norm of gradients knows that fused layers are sharded too.
-
-    Without it their shards are taken for what every rank holds: of two ranks each one's square counts half.
-    """
+    """Without it shards of fused layers are taken for what every rank holds: each of two ranks' squares counts half."""
     from colossalai.tensor.d_tensor.api import is_customized_distributed_tensor
 
     return upstream(tensor) or is_customized_distributed_tensor(tensor)
@@ -99,10 +90,8 @@ def norms_count_shards_of_fused_layers(upstream: Callable, tensor: torch.Tensor)
     "gradients accumulate without no_sync under sequence parallelism (split_gather, ring) or tied weights",
 )
 def parts_of_gradients_are_added_once(module: ModuleType, replacements: Replacements) -> None:
-    """A gradient of which each rank has a part is added over the ranks once for each micro-batch.
-
-    Without it what has accumulated is added after each backward: with two ranks, the first of two micro-batches counts
-    twice in the gradients of normalization weights, and of weights that pipeline stages share.
+    """Without it what has accumulated is added after each backward: with two ranks, the first of two micro-batches
+    counts twice in the gradients of normalization weights, and of weights that pipeline stages share.
     """
     from fp8booster.colossal.hybrid.gradients import partial_sums, stage_sums
 
@@ -152,10 +141,7 @@ def parts_of_gradients_are_added_once(module: ModuleType, replacements: Replacem
 )
 @by_name
 def norms_are_added_without_gradients_too(call: Callable[[], float], given: dict[str, Any]) -> float:
-    """A rank without gradients adds zero to their norm over the ranks.
-
-    Without it the rank returns before the reductions, in which the others wait for it for ever.
-    """
+    """Without it the rank returns before the reductions, in which the others wait for it for ever."""
     if given.get("gradients") or given.get("param_gradient_pairs"):
         return call()
     from colossalai.accelerator import get_accelerator
@@ -173,10 +159,7 @@ def norms_are_added_without_gradients_too(call: Callable[[], float], given: dict
 def _with_split_experts(
     upstream: Callable, self: Any, model: nn.Module, optimizer: Any = None, *args: Any, **kwargs: Any
 ) -> tuple:
-    """The experts of a Mixtral are modules before it is sharded, and the optimizer has their weights.
-
-    Without it: AttributeError: 'MixtralDecoderLayer' object has no attribute 'block_sparse_moe'.
-    """
+    """Without it: AttributeError: 'MixtralDecoderLayer' object has no attribute 'block_sparse_moe'."""
     from fp8booster.colossal.moe.mixtral import split_experts
 
     split_experts(model, optimizer)
@@ -203,10 +186,7 @@ for _name, _where in (
 )
 @by_name
 def moe_passes_the_size_of_micro_batches_on(call: Callable[[], None], given: dict[str, Any]) -> None:
-    """MoeHybridParallelPlugin gives the zero-bubble schedule the size of micro-batches, as HybridParallelPlugin does.
-
-    Without it TypeError: unsupported operand type(s) for %: 'int' and 'NoneType', at the first batch.
-    """
+    """Without it TypeError: unsupported operand type(s) for %: 'int' and 'NoneType', at the first batch."""
     call()
     scheduler = given["self"].scheduler
     if scheduler is not None and getattr(scheduler, "num_microbatch", 0) is None:
@@ -215,10 +195,8 @@ def moe_passes_the_size_of_micro_batches_on(call: Callable[[], None], given: dic
 
 @wrap(_MOE_CONFIGURE, "457", "overlap_allgather is on")
 def moe_waits_for_gathered_weights(upstream: Callable, self: Any, *args: Any, **kwargs: Any) -> tuple:
-    """MoeHybridParallelPlugin's modules wait for the weights that ZeRO still gathers when they run.
-
-    Without it a forward may read weights of the step before: the plugin passes overlap_allgather to the optimizer and
-    not to the model's wrapper.
+    """Without it a forward may read weights of the step before: the plugin passes overlap_allgather to the optimizer
+    and not to the model's wrapper.
     """
     from colossalai.zero.low_level.zero_hook import wait_all_gather_handle
 
@@ -240,9 +218,7 @@ def moe_waits_for_gathered_weights(upstream: Callable, self: Any, *args: Any, **
     "ep_size > 1 with zero_stage=0",
 )
 def moe_spreads_experts_with_zero_alone(given: dict[str, Any]) -> str | None:
-    """Training without ZeRO is refused for experts that are spread over ranks, since their gradients would be mixed.
-
-    Without it the ranks of pipelines average the gradients of different experts; without a pipeline NameError: name
+    """Without it the ranks of pipelines average the gradients of different experts; without a pipeline NameError: name
     'dp_group' is not defined.
     """
     plugin = given["self"]
@@ -261,10 +237,8 @@ def moe_spreads_experts_with_zero_alone(given: dict[str, Any]) -> str | None:
     "gradients are clipped with zero_stage=0, and tp_size or pp_size above 1",
 )
 def moe_without_zero_clips_by_the_whole_norm(upstream: Callable, self: Any, *args: Any, **kwargs: Any) -> tuple:
-    """MoeHybridParallelPlugin without ZeRO clips by the norm of the whole gradient, the same on every rank.
-
-    Without it the optimizer is not given the groups of tensor and pipeline parallelism: each rank clips by the norm of
-    what it holds, and what ranks hold alike diverges.
+    """Without it the optimizer is not given the groups of tensor and pipeline parallelism: each rank clips by the norm
+    of what it holds, and what ranks hold alike diverges.
     """
     from colossalai.booster.plugin.hybrid_parallel_plugin import HybridParallelAMPOptimizer
 

@@ -38,10 +38,8 @@ def _send_fp8(upstream: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     kind=Kind.FP8,
 )
 def collectives_send_fp8(upstream: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Colossal-AI's `*_fp8` collectives over compressed groups are those of `colossal/tensor/operations.py`.
-
-    Without it the sums are never compressed, and the rest is only between nodes, with one scale for all of a message.
-    No longer needed when shardformer takes its collectives from an argument.
+    """Without it the sums are never compressed, and the rest is only between nodes, with one scale for all of a
+    message. No longer needed when shardformer takes its collectives from an argument.
     """
     return _send_fp8(upstream, args, kwargs)
 
@@ -53,10 +51,8 @@ def collectives_send_fp8(upstream: Callable, *args: Any, **kwargs: Any) -> Any:
     kind=Kind.FP8,
 )
 def operations_ask_for_fp8(upstream: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Shardformer's operations over compressed groups take their `*_fp8` collectives.
-
-    Without it activations are sent in 16 bits where their caller leaves `fp8_communication` out. No longer needed when
-    every model's policy passes it on.
+    """Without it activations are sent in 16 bits where their caller leaves `fp8_communication` out. No longer needed
+    when every model's policy passes it on.
     """
     given = arguments_of(upstream, args, kwargs)
     if _over_compressed_group(given.arguments):
@@ -72,10 +68,8 @@ def operations_ask_for_fp8(upstream: Callable, *args: Any, **kwargs: Any) -> Any
     kind=Kind.FP8,
 )
 def sequences_are_sent_in_fp8(upstream: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Layers in 16 bits over compressed groups send a sequence in FP8, and features such as logits as they are.
-
-    Without it linear layers along a sequence send 16 bits, and logits that a head gathers are rounded. No longer needed
-    when `linear_gather_forward_reducescatter_backward` takes `fp8_communication`.
+    """Without it linear layers along a sequence send 16 bits, and logits that a head gathers are rounded. No longer
+    needed when `linear_gather_forward_reducescatter_backward` takes `fp8_communication`.
     """
     return _send_fp8(upstream, args, kwargs)
 
@@ -95,10 +89,8 @@ def ring_gathers_what_others_hold(
     gather_dim: int = 1,
     keep_item: bool = False,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The ring of sequence parallelism gathers every rank's part of the input for the weight's gradient.
-
-    Without it the gathered input holds this rank's part in other ranks' places, and weight gradients of column parallel
-    layers are wrong.
+    """Without it the gathered input holds this rank's part in other ranks' places, and weight gradients of column
+    parallel layers are wrong.
     """
     inputs: list[dict[str, torch.Tensor]] = []
 
@@ -123,10 +115,7 @@ def add_up_along_a_sequence(mode: str | None, *parameters: torch.Tensor | None) 
 
 
 def _with_whole_bias(upstream: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
-    """The bias of a row parallel layer, which each rank adds to its part of the sequence, gets the whole gradient.
-
-    Without it each rank trains its copy by the tokens that it holds, and the copies diverge.
-    """
+    """Without it each rank trains its copy of the bias by the tokens that it holds, and the copies diverge."""
     upstream(self, *args, **kwargs)
     add_up_along_a_sequence(self.seq_parallel_mode, self.bias)
 
@@ -149,9 +138,7 @@ for _name, _where, _lines in (
 
 @patch("shardformer.layer.normalization", "333,275", "enable_fused_normalization and apex is not installed")
 def norms_are_fused_where_apex_is(module: ModuleType, replacements: Replacements) -> None:
-    """`enable_fused_normalization` without apex keeps the model's norms, marked for sequence parallelism as they must.
-
-    Without it: TypeError: 'NoneType' object is not callable, NameError: FusedLayerNormWithHook, or norms whose
+    """Without it: TypeError: 'NoneType' object is not callable, NameError: FusedLayerNormWithHook, or norms whose
     gradients the ranks of split_gather do not add up.
     """
     for fused, plain in (("FusedRMSNorm", module.RMSNorm), ("FusedLayerNorm", module.LayerNorm)):
@@ -173,10 +160,7 @@ def fused_weights_are_gathered_on_cpu(
     process_group: dist.ProcessGroup,
     is_transposed: bool = False,
 ) -> torch.Tensor:
-    """Fused q, k, v weights are gathered, as for a checkpoint, on the device that they are on.
-
-    Without it: AssertionError: Torch not compiled with CUDA enabled, or no NVIDIA driver.
-    """
+    """Without it: AssertionError: Torch not compiled with CUDA enabled, or no NVIDIA driver."""
     ranks, dimension = dist.get_world_size(process_group), -1 if is_transposed else 0
     parts = [torch.empty_like(qkv, memory_format=torch.contiguous_format) for _ in range(ranks)]
     dist.all_gather(parts, qkv.contiguous(), group=process_group)
@@ -189,9 +173,7 @@ def fused_weights_are_gathered_on_cpu(
 def losses_are_computed_from_hidden_states(
     upstream: Callable, labels: torch.Tensor, logits: Any, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    """The loss of shardformer's forwards takes hidden states for logits, and computes it over chunks of logits.
-
-    Without it: TypeError, since what `colossal/tensor/loss.py` gives for logits is no tensor. No longer needed when
+    """Without it: TypeError, since what `colossal/tensor/loss.py` gives for logits is no tensor. No longer needed when
     shardformer's forwards can be given their loss.
     """
     loss_of = getattr(logits, "loss_of", None)
@@ -204,10 +186,8 @@ def losses_are_computed_from_hidden_states(
     "Gemini trains with tensor parallelism",
 )
 def loss_of_a_sharded_vocabulary_scales_its_gradient(upstream: Callable, ctx: Any, gradient: torch.Tensor) -> tuple:
-    """The gradient of the loss over a sharded vocabulary is that of the mean over tokens, under Gemini too.
-
-    Without it all gradients are as many times too large as there are tokens: the scaling in place makes a copy that is
-    dropped, since in ColoTensors, which Gemini's activations are, `mul_` is a `mul`.
+    """Without it all gradients are as many times too large as there are tokens: the scaling in place makes a copy that
+    is dropped, since in ColoTensors, which Gemini's activations are, `mul_` is a `mul`.
     """
     with torch._C.DisableTorchFunction():
         return upstream(ctx, gradient)
@@ -217,9 +197,7 @@ def loss_of_a_sharded_vocabulary_scales_its_gradient(upstream: Callable, ctx: An
 def loss_is_of_the_ranks_own_tokens(
     upstream: Callable, input_: torch.Tensor, process_group: Any, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    """The loss is summed over the ranks that share a sequence, which is no other where no group is named.
-
-    Without it all ranks of the job are taken where none is named, as Gemini does: gradients are divided by their
+    """Without it all ranks of the job are taken where none is named, as Gemini does: gradients are divided by their
     number.
     """
     return input_ if process_group is None else upstream(input_, process_group, *args, **kwargs)

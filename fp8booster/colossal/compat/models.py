@@ -44,7 +44,7 @@ def _have_one_body(
             replacements.wrap(module, maker, make)
 
     repair.__name__ = f"{family}_has_one_body"
-    repair.__doc__ = f"A sharded {family.capitalize()} runs with transformers 5, by one forward. Without it {without}."
+    repair.__doc__ = f"Without it {without}."
     patch(f"shardformer.modeling.{family}", lines, needed_when)(repair)
 
 
@@ -85,10 +85,7 @@ _have_one_body(
     only_if=lambda module: why_model_is_not_sharded("", "") is not None,
 )
 def models_that_are_not_sharded_are_refused(given: dict[str, Any]) -> str | None:
-    """With transformers 5 a model that is not sharded is refused before anything of it is, but with a policy of yours.
-
-    Without it forwards that were written for transformers 4.51 fail, or take the first sequence for all.
-    """
+    """Without it forwards that were written for transformers 4.51 fail, or take the first sequence for all."""
     from colossalai.shardformer.policies.auto_policy import _fullname
 
     module, _, name = _fullname(given["model"]).rpartition(".")
@@ -102,10 +99,7 @@ def models_that_are_not_sharded_are_refused(given: dict[str, Any]) -> str | None
     only_if=lambda module: not any("qwen3" in name for name in module._POLICY_LIST),
 )
 def qwen3_has_a_policy(upstream: Callable, model: Any) -> Any:
-    """A Qwen3 is sharded, by a policy that follows Qwen2's.
-
-    Without it: NotImplementedError: Auto policy for Qwen3ForCausalLM is not implemented.
-    """
+    """Without it: NotImplementedError: Auto policy for Qwen3ForCausalLM is not implemented."""
     from colossalai.shardformer.policies.auto_policy import _fullname
 
     module, _, name = _fullname(model).rpartition(".")
@@ -123,10 +117,7 @@ def _has_whole_experts(module: ModuleType) -> bool:
 
 @wrap("shardformer.policies.mixtral:MixtralPolicy.module_policy", "133,182,214", _MIXTRAL, only_if=_has_whole_experts)
 def mixtral_policies_know_the_block(upstream: Callable, self: Any) -> dict:
-    """Policies of Mixtral find the block where transformers 5 has it, and the body runs by the forward of all.
-
-    Without it: AttributeError: 'MixtralDecoderLayer' object has no attribute 'block_sparse_moe'.
-    """
+    """Without it: AttributeError: 'MixtralDecoderLayer' object has no attribute 'block_sparse_moe'."""
     from transformers.models.mixtral.modeling_mixtral import MixtralModel
 
     from fp8booster.colossal.moe.mixtral import is_split
@@ -170,19 +161,13 @@ def _mixtral_body_forward(*args: Any, shard_config: Any = None, **kwargs: Any) -
     only_if=_has_whole_experts,
 )
 def mixtral_has_one_body(upstream: Callable, *args: Any, **kwargs: Any) -> Any:
-    """The stages of a Mixtral's pipeline run with transformers 5.
-
-    Without it: TypeError: MixtralDecoderLayer.forward() takes fewer positional arguments.
-    """
+    """Without it: TypeError: MixtralDecoderLayer.forward() takes fewer positional arguments."""
     return _mixtral_body_forward(*args, **kwargs)
 
 
 @wrap("shardformer.modeling.mixtral:EPMixtralSparseMoeBlock.forward", "214", _MIXTRAL, only_if=_has_whole_experts)
 def mixtral_blocks_return_their_output(upstream: Callable, self: Any, hidden_states: Any) -> Any:
-    """A block whose experts are spread over ranks returns what a decoder layer of transformers 5 adds.
-
-    Without it: TypeError: unsupported operand type(s) for +: 'Tensor' and 'tuple'.
-    """
+    """Without it: TypeError: unsupported operand type(s) for +: 'Tensor' and 'tuple'."""
     output, logits = upstream(self, hidden_states)
     return (output, logits) if getattr(self, "returns_logits", True) else output
 
@@ -193,10 +178,8 @@ def mixtral_blocks_return_their_output(upstream: Callable, self: Any, hidden_sta
     "a Mixtral with enable_sequence_parallelism",
 )
 def mixtral_along_a_sequence_is_refused(given: dict[str, Any]) -> str | None:
-    """Sequence parallelism is refused for Mixtral when the model is boosted.
-
-    Without it every forward raises AttributeError: 'MixtralModel' object has no attribute '_attn_implementation', and
-    behind that heads and tokens change places on the way to attention.
+    """Without it every forward raises AttributeError: 'MixtralModel' object has no attribute '_attn_implementation',
+    and behind that heads and tokens change places on the way to attention.
     """
     if not given["self"].shard_config.enable_sequence_parallelism:
         return None
@@ -208,10 +191,7 @@ def mixtral_along_a_sequence_is_refused(given: dict[str, Any]) -> str | None:
 
 @wrap("shardformer.modeling.opt:get_opt_flash_attention_forward", "548", "OPT with enable_flash_attention")
 def opt_attention_takes_positions(upstream: Callable, shard_config: Any) -> Callable:
-    """OPT's flash attention takes the positions that transformers' layers give, and needs none.
-
-    Without it: TypeError: forward() got an unexpected keyword argument 'position_ids', and then 'cache_position'.
-    """
+    """Without it: TypeError: forward() got an unexpected keyword argument 'position_ids', and then 'cache_position'."""
     attention = upstream(shard_config)
 
     @functools.wraps(attention)
@@ -224,10 +204,7 @@ def opt_attention_takes_positions(upstream: Callable, shard_config: Any) -> Call
 
 @wrap("shardformer.policies.opt:OPTPolicy.module_policy", "55", 'OPT with transformers\' "sdpa" attention, its default')
 def opt_is_sharded_with_any_attention(upstream: Callable, self: Any) -> dict[Any, Any]:
-    """OPT is sharded whichever attention of transformers it has.
-
-    Without it: KeyError: 'sdpa'.
-    """
+    """Without it: KeyError: 'sdpa'."""
     from transformers.models.opt import modeling_opt
 
     attention, config = getattr(modeling_opt, "OPTSdpaAttention", None), self.model.config
@@ -245,10 +222,8 @@ _T5_STACK = "shardformer.modeling.t5:T5PipelineForwards.t5_stack_forward"
 
 @wrap(_T5_STACK, "260", "T5's encoder or decoder lies on two or more stages of a pipeline")
 def t5_stages_return_all_gradients(upstream: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Stages of T5 go backward through all that they sent: position biases and the encoder's output too.
-
-    Without it they go through `hidden_states` alone: the table of relative positions learns from the first stage's
-    layers only, and the encoder from the first of the decoder's stages.
+    """Without it stages of T5 go backward through `hidden_states` alone: the table of relative positions learns from
+    the first stage's layers only, and the encoder from the first of the decoder's stages.
     """
     output = upstream(*args, **kwargs)
     if type(output) is dict:
@@ -260,9 +235,7 @@ def t5_stages_return_all_gradients(upstream: Callable, *args: Any, **kwargs: Any
 @wrap(_T5_STACK, "141,149", "T5's decoder lies on two or more stages of a pipeline")
 @by_name
 def t5_decoders_go_on_in_later_stages(call: Callable[[], Any], given: dict[str, Any]) -> Any:
-    """Later stages of T5's decoder make their masks from hidden states.
-
-    Without it: AttributeError: 'NoneType' object has no attribute 'device' (or 'dtype', where a mask is given), and
+    """Without it: AttributeError: 'NoneType' object has no attribute 'device' (or 'dtype', where a mask is given), and
     the stages before wait for ever.
     """
     starts = (0, given["decoder_starting_stage"])
@@ -278,10 +251,7 @@ def t5_decoders_go_on_in_later_stages(call: Callable[[], Any], given: dict[str, 
     "enable_flash_attention is off",
 )
 def command_prepares_masks_for_its_attention(upstream: Callable, self: Any) -> nn.Module:
-    """Command-R's policy switches flash attention on before the first forward, as its attention does within it.
-
-    Without it: AssertionError: Flash Attention Error: attention_mask should be a dict.
-    """
+    """Without it: AssertionError: Flash Attention Error: attention_mask should be a dict."""
     self.shard_config.enable_flash_attention = True
     return upstream(self)
 
@@ -292,10 +262,7 @@ def command_prepares_masks_for_its_attention(upstream: Callable, self: Any) -> n
     'Command-R with sequence_parallelism_mode "split_gather" or "ring"',
 )
 def norms_of_command_are_added_up(upstream: Callable, self: Any) -> Any:
-    """Command-R's norms, of which each rank sees its part of the sequence, get the whole gradient.
-
-    Without it each rank trains its copy by the tokens that it holds, and the copies diverge.
-    """
+    """Without it each rank trains its copy of the norms by the tokens that it holds, and the copies diverge."""
     model = upstream(self)
     for name, norm in model.named_modules():
         if name.rpartition(".")[2] in ("input_layernorm", "norm"):

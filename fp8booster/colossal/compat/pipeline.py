@@ -24,10 +24,8 @@ _LOAD_BATCH = " ".join(
 
 @patch("pipeline.weight_grad_store", "31,39", "zero-bubble without apex")
 def zero_bubble_adds_weight_gradients(module: ModuleType, replacements: Replacements) -> None:
-    """`WeightGradStore.pop` adds the gradient that a product returns to the one that is there.
-
-    Without it the gradients of products that do not add by themselves, as apex's do, are dropped after a weight's first
-    micro-batch.
+    """Without it the gradients of products that do not add by themselves, as apex's do, are dropped after a weight's
+    first micro-batch.
     """
     store = module.WeightGradStore
     weight = SimpleNamespace(grad=torch.zeros((), dtype=torch.float32))
@@ -59,10 +57,9 @@ def _pop(store: Any, chunk: int = 0) -> None:
     "zero-bubble with gradient checkpointing (use_reentrant=False) or with frozen weights",
 )
 def zero_bubble_finds_the_parameter(module: ModuleType, replacements: Replacements) -> None:
-    """Layers give the zero-bubble schedule the parameter that they were called with, if it is trained.
-
-    Without it they give the one that autograd saved. Under checkpointing that is another tensor, whose gradient nobody
-    reads: the layer does not train. A frozen weight gets a gradient, and its product is computed for nothing.
+    """Without it layers give the schedule the parameter that autograd saved. Under checkpointing that is another
+    tensor, whose gradient nobody reads: the layer does not train. A frozen weight gets a gradient, and its product is
+    computed for nothing.
     """
     store = module.WeightGradStore
 
@@ -90,10 +87,7 @@ def zero_bubble_finds_the_parameter(module: ModuleType, replacements: Replacemen
 
 @wrap(f"{_ZERO_BUBBLE}.run_forward_backward", "930", "zero-bubble takes a second step")
 def zero_bubble_forgets_its_handles(upstream: Callable, self: Any, *args: Any, **kwargs: Any) -> dict:
-    """A step of the zero-bubble schedule waits for its own messages, not for those of all steps before.
-
-    Without it the second step waits a second time for the first one's messages, which with gloo never ends.
-    """
+    """Without it the second step waits a second time for the first one's messages, which with gloo never ends."""
     self.wait_handles = []
     try:
         return upstream(self, *args, **kwargs)
@@ -104,10 +98,8 @@ def zero_bubble_forgets_its_handles(upstream: Callable, self: Any, *args: Any, *
 @wrap(f"{_ZERO_BUBBLE}.forward_step", "509", "zero-bubble with overlap_allgather=True")
 @by_name
 def zero_bubble_adds_up_the_loss(call: Callable[[], Any], given: dict[str, Any]) -> Any:
-    """The zero-bubble schedule adds up losses that are ColoTensors too.
-
-    Without it `execute_pipeline` returns a loss of 0: with late gathers every output is a ColoTensor, which turns the
-    `add_` that it is given to into an `add`.
+    """Without it `execute_pipeline` returns a loss of 0: with late gathers every output is a ColoTensor, which turns
+    the `add_` that it is given to into an `add`.
     """
     total = given.pop("accum_loss", None)
     result = call()
@@ -126,10 +118,8 @@ def zero_bubble_adds_up_the_loss(call: Callable[[], Any], given: dict[str, Any])
 def interleaved_sends_metadata(
     upstream: Callable, self: Any, model_chunk_id_send: int, *args: Any, **kwargs: Any
 ) -> Any:
-    """Without a metadata cache the interleaved schedule sends metadata with every message.
-
-    Without it they lack after each micro-batch that ends on this stage, while the receiver waits for them: the ranks
-    hang.
+    """Without it metadata lack after each micro-batch that ends on this stage, while the receiver waits for them: the
+    ranks hang.
     """
     is_forward = "forward" in upstream.__name__
     flag = "send_tensor_metadata" if is_forward else "send_grad_metadata"
@@ -143,9 +133,7 @@ def interleaved_sends_metadata(
 
 @patch("pipeline.schedule.interleaved_pp", "343,494,561", "interleaved with overlap_p2p on gloo")
 def interleaved_waits_for_what_it_sends(module: ModuleType, replacements: Replacements) -> None:
-    """A step of the interleaved schedule ends when its messages have left.
-
-    Without it the handles of the last ones are dropped, and with gloo a message may go with its handle: the receiver
+    """Without it the handles of the last ones are dropped, and with gloo a message may go with its handle: the receiver
     hangs.
     """
 
@@ -176,10 +164,8 @@ def interleaved_waits_for_what_it_sends(module: ModuleType, replacements: Replac
 def stages_return_gradients_in_tuples(
     upstream: Callable, self: Any, optimizer: Any, input_obj: Any, output_obj: Any, output_obj_grad: Any
 ) -> dict | None:
-    """Stages of 1F1B pipelines send back the gradients of tensors that came in a tuple, too.
-
-    Without it a Mixtral's loss that balances its experts, which the last stage makes of all router logits, reaches the
-    routers of the last stage alone.
+    """Without it a Mixtral's loss that balances its experts, which the last stage makes of all router logits, reaches
+    the routers of the last stage alone.
     """
     return upstream(self, optimizer, _without_tuples(input_obj), _without_tuples(output_obj), output_obj_grad)
 
@@ -203,9 +189,7 @@ def _without_tuples(message: Any) -> Any:
     'zero-bubble with precision="fp16"',
 )
 def zero_bubble_scales_the_loss(upstream: Callable, self: Any, tensor: Any, grad: Any) -> Any:
-    """In FP16 a loss that goes backward without a gradient of its own is scaled, as `backward` scales it.
-
-    Without it the zero-bubble schedule, which gives the loss to `backward_by_grad`, leaves it as it is, and the
+    """Without it the zero-bubble schedule, which gives the loss to `backward_by_grad`, leaves it as it is, and the
     gradients are divided by the scale all the same: they vanish.
     """
     grad = upstream(self, tensor, grad)
@@ -229,9 +213,7 @@ _ZERO_BUBBLE_FAILS = ("bert", "command", "gpt2", "qwen2")
     "with Qwen2, Command-R, GPT-2 or BERT without tensor parallelism",
 )
 def chunks_are_refused_where_there_are_none(given: dict[str, Any]) -> str | None:
-    """A pipeline of several chunks a stage is refused for models whose policy makes none, or none for zero-bubble.
-
-    Without it one stage raises AttributeError: 'PipelineStageManager' object has no attribute 'stage_indices', or an
+    """Without it one stage raises AttributeError: 'PipelineStageManager' object has no attribute 'stage_indices', or an
     IndexError, and the others wait for ever; under zero-bubble the policies of Qwen2 and Command-R raise
     UnboundLocalError, those of GPT-2 and BERT RuntimeError: Failed to replace.
     """
@@ -268,10 +250,7 @@ def _makes_chunks(policy: Any) -> bool:
 
 @patch("pipeline.schedule.zero_bubble_pp", "850-866", "a model is evaluated under zero-bubble")
 def zero_bubble_evaluates(module: ModuleType, replacements: Replacements) -> None:
-    """The zero-bubble schedule runs forward alone, for as many micro-batches as it trains with.
-
-    Without it AttributeError: 'list' object has no attribute 'type': it takes the stages' schedules for one.
-    """
+    """Without it AttributeError: 'list' object has no attribute 'type': it takes the stages' schedules for one."""
 
     def run_forward_only(
         upstream: Callable,
@@ -339,10 +318,8 @@ _OF_TRAINING = (
     "a pipeline is evaluated with batches of another size than it trains with",
 )
 def evaluation_leaves_training_as_it_was(upstream: Callable, self: Any, *args: Any, **kwargs: Any) -> dict:
-    """Schedules forget the size of an evaluation's batch, and what they changed for it.
-
-    Without it the next training step ends in an AssertionError, and if the sizes are equal metadata is sent with every
-    message for good.
+    """Without it the next training step ends in an AssertionError, and if the sizes are equal metadata is sent with
+    every message for good.
     """
     before = {name: copy(vars(self)[name]) for name in _OF_TRAINING if name in vars(self)}
     try:
@@ -357,10 +334,7 @@ def evaluation_leaves_training_as_it_was(upstream: Callable, self: Any, *args: A
     "stages send each other more than tensors, as T5's do: its encoder or decoder lies on two or more",
 )
 def metadata_is_kept_of_tensors_alone(module: ModuleType, replacements: Replacements) -> None:
-    """A stage keeps the metadata of messages that are all tensors, and receives that of others with each.
-
-    Without it AssertionError: Only support tensor for fast send, while the stage before waits for ever.
-    """
+    """Without it AssertionError: Only support tensor for fast send, while the stage before waits for ever."""
 
     def create_send_metadata(upstream: Callable, message: Any) -> Any:
         metadata = upstream(message, strict=False)
@@ -377,10 +351,7 @@ def metadata_is_kept_of_tensors_alone(module: ModuleType, replacements: Replacem
     "enable_metadata_cache=True, and a batch is longer or shorter than the one before",
 )
 def metadata_is_kept_of_equal_batches_alone(upstream: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Schedules forget the metadata of messages when a batch has other shapes than the one before.
-
-    Without it a stage receives into tensors of the former shapes: it raises, or the ranks hang.
-    """
+    """Without it a stage receives into tensors of the former shapes: it raises, or the ranks hang."""
     upstream(self, *args, **kwargs)
     # every stage loads the same batch, so all forget at once and none has to be told
     leaves, tree = tree_flatten(self.batch)
@@ -401,10 +372,7 @@ def metadata_is_kept_of_equal_batches_alone(upstream: Callable, self: Any, *args
     "a pipeline trains with batches of several sizes, such as a last one that is smaller",
 )
 def training_batches_differ_in_size(upstream: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Schedules cut each training batch anew, by the number or the size of micro-batches that the user gave.
-
-    Without it AssertionError at the first batch of another size.
-    """
+    """Without it AssertionError at the first batch of another size."""
     names = ("num_microbatch", "num_microbatches", "microbatch_size")
     sizes = {name: vars(self)[name] for name in names if name in vars(self)}
     given = vars(self).setdefault("given_sizes", sizes)  # before the first batch: the user's

@@ -171,8 +171,8 @@ class Patch:
 
     @property
     def summary(self) -> str:
-        """The patch's docstring up to what happens without it."""
-        return " ".join(self.repair.__doc__.split()).partition(" Without it")[0]
+        """The claim that the patch makes true, as its name has it."""
+        return self.name.replace("_", " ")
 
     def watch(self) -> None:
         """Patch `module` when it is imported, which may have happened already."""

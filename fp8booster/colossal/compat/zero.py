@@ -24,10 +24,7 @@ _OPTIMIZER = "zero.gemini.gemini_optimizer:GeminiOptimizer"
 
 @patch(_ZERO, "254", NO_DEVICE, kind=Kind.CPU)
 def zero_runs_on_cpu(module: ModuleType, replacements: Replacements) -> None:
-    """LowLevelZeroOptimizer accepts the CPU accelerator.
-
-    Without it: AssertionError: device is required.
-    """
+    """Without it: AssertionError: device is required."""
     try:
         module.LowLevelZeroOptimizer._sanity_checks(SimpleNamespace(optim=SimpleNamespace(param_groups=[])))
         return
@@ -47,10 +44,7 @@ def zero_runs_on_cpu(module: ModuleType, replacements: Replacements) -> None:
 
 @wrap_on_cpu(f"{_ZERO}:LowLevelZeroOptimizer._run_reduction", "343")
 def zero_overlaps_without_streams(upstream: Callable, self: Any) -> None:
-    """overlap_communication, on by default, reduces buckets during backward on CPU too, on no side stream.
-
-    Without it `Tensor.record_stream`, which no CPU tensor has, raises RuntimeError: unknown parameter type.
-    """
+    """Without it `Tensor.record_stream`, which no CPU tensor has, raises RuntimeError: unknown parameter type."""
     with temporarily(self, _overlap_communication=False):
         upstream(self)
 
@@ -61,9 +55,8 @@ def zero_overlaps_without_streams(upstream: Callable, self: Any) -> None:
     "a pipeline stage holds no parameter of the optimizer's first group, or that group is empty",
 )
 def zero_runs_where_a_group_is_empty(upstream: Callable, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-    """ZeRO's optimizer can be made on a rank that holds no parameter of the optimizer's first group.
-
-    Without it that rank raises IndexError: list index out of range, and the other stages wait for it for ever.
+    """Without it a rank without parameters of the first group raises IndexError: list index out of range, and the other
+    stages wait for it for ever.
     """
     groups = optimizer.param_groups
     if not groups[0]["params"]:
@@ -101,9 +94,7 @@ class _Accelerator:
 
 @patch_on_cpu("zero.gemini", "zero/gemini/chunk/chunk.py:201,304,329,369")
 def gemini_runs_on_cpu(module: ModuleType, replacements: Replacements) -> None:
-    """Gemini keeps apart what lies on the accelerator and what is offloaded where both are the CPU's memory.
-
-    Without it, since the device's type decides: RuntimeError: pin_memory=True requires a CUDA or other accelerator
+    """Without it, since the device's type decides: RuntimeError: pin_memory=True requires a CUDA or other accelerator
     backend, and shards that were offloaded are not found again.
     """
     accelerator = _Accelerator(get_accelerator())
@@ -151,10 +142,7 @@ def gemini_runs_on_cpu(module: ModuleType, replacements: Replacements) -> None:
 
 @patch_on_cpu("zero.gemini.memory_tracer.memory_monitor", "130-148")
 def gemini_measures_memory_on_cpu(module: ModuleType, replacements: Replacements) -> None:
-    """placement_policy="auto" asks the accelerator, not CUDA, for the peak of its memory.
-
-    Without it CUDA's absence raises.
-    """
+    """Without it CUDA's absence raises."""
     accelerator = get_accelerator()
 
     def start(self) -> None:
@@ -177,9 +165,7 @@ def gemini_measures_memory_on_cpu(module: ModuleType, replacements: Replacements
     only_if=lambda module: module.gpc.num_processes_on_current_node == -1,
 )
 def memory_of_the_cpu_is_shared(upstream: Callable, device: torch.device) -> float:
-    """The capacity of a rank on the CPU is its part of the machine's memory.
-
-    Without it the number of processes is the -1 that nothing has set, and placement_policy="auto" finds that it has
+    """Without it the number of processes is the -1 that nothing has set, and placement_policy="auto" finds that it has
     less than no memory.
     """
     return psutil.virtual_memory().total / local_world_size() if device.type == "cpu" else upstream(device)
@@ -187,20 +173,15 @@ def memory_of_the_cpu_is_shared(upstream: Callable, device: torch.device) -> flo
 
 @patch("zero.gemini.gemini_optimizer", "43", "Gemini trains with an optimizer that needs no compiler", kind=Kind.FP8)
 def gemini_takes_an_uncompiled_optimizer(module: ModuleType, replacements: Replacements) -> None:
-    """Gemini accepts the optimizers of `fp8booster.optim`, which find the amaxes of weights, beside FusedAdam and such.
-
-    Without it: AssertionError: You should use an optimizer in the available list, all of which need a compiler for the
-    machine's GPU and processor. No longer needed when one of them runs without, and finds amaxes.
+    """Without it: AssertionError: You should use an optimizer in the available list, all of which need a compiler for
+    the machine's GPU and processor. No longer needed when one of them runs without, and finds amaxes.
     """
     replacements.set(module, "_AVAIL_OPTIM_LIST", {*module._AVAIL_OPTIM_LIST, *OURS})
 
 
 @wrap("nn.optimizer.hybrid_adam:HybridAdam.step", "126", "Gemini offloads the optimizer in BF16")
 def offloaded_gradients_are_scaled(upstream: Callable, self: Any, closure: Any = None, div_scale: float = -1) -> Any:
-    """BF16 gradients on the host are divided by `div_scale` in HybridAdam, as all others are.
-
-    Without it clipping does nothing to them.
-    """
+    """Without it clipping does nothing to BF16 gradients on the host."""
     for parameter in (each for group in self.param_groups for each in group["params"] if div_scale > 0):
         gradient = parameter.grad
         if gradient is not None and (gradient.device.type, gradient.dtype) == ("cpu", torch.bfloat16):
@@ -210,10 +191,7 @@ def offloaded_gradients_are_scaled(upstream: Callable, self: Any, closure: Any =
 
 @wrap(f"{_OPTIMIZER}.step", "240-247", "Gemini accumulates gradients in FP16")
 def gemini_forgets_gradients_that_overflowed(upstream: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """A skipped step ends the accumulation of gradients, as any other step does.
-
-    Without it the next backward adds to gradients that are infinite, so that every step from then on is skipped.
-    """
+    """Without it the next backward adds to gradients that are infinite, so that every step from then on is skipped."""
     result = upstream(self, *args, **kwargs)
     self.module.chunk_manager.accumulating_grads = False
     return result
@@ -221,9 +199,7 @@ def gemini_forgets_gradients_that_overflowed(upstream: Callable, self: Any, *arg
 
 @wrap("zero.gemini.gemini_ddp:GeminiDDP._post_forward", "260-272", "Gemini evaluates with max_prefetch")
 def evaluation_leaves_nothing_on_the_way(upstream: Callable, self: Any) -> None:
-    """Chunks that an evaluation fetches ahead have arrived, and are forgotten, before they are released.
-
-    Without it the next forward takes such a chunk for a gathered one and reads memory that is gone: a crash at the
+    """Without it the next forward takes such a chunk for a gathered one and reads memory that is gone: a crash at the
     second evaluation, or at the next training step.
     """
     works = self.gemini_manager.async_works
@@ -239,10 +215,8 @@ def evaluation_leaves_nothing_on_the_way(upstream: Callable, self: Any) -> None:
     "Gemini accumulates gradients in a chunk that is kept gathered, as all are in small models",
 )
 def accumulated_gradients_count_once(upstream: Callable, self: Any, chunk: Any) -> Any:
-    """Gradients of earlier micro-batches that every rank holds are not multiplied by the number of ranks.
-
-    Without it they weigh more: each rank adds them before the sum over ranks, which the division by their number
-    undoes, and a factor is applied that is right for shards, which one rank adds.
+    """Without it gradients of earlier micro-batches weigh more: each rank adds them before the sum over ranks, which
+    the division by their number undoes, and a factor is applied that is right for shards, which one rank adds.
     """
     if chunk.grad_chunk is not None and chunk.grad_chunk.is_gathered:
         chunk.grad_chunk.cuda_global_chunk.div_(chunk.pg_size)
@@ -257,9 +231,7 @@ _SHARDING = ("dist_layout", "shard_fn", "gather_fn", "_padding_dim")
 def tensor_parallel_states_are_gathered(
     upstream: Callable, self: Any, param_id: int, only_rank_0: bool = True
 ) -> dict[str, torch.Tensor]:
-    """States of parameters that tensor parallelism has sharded are collected whole.
-
-    Without it the number of steps is taken for a sharded tensor: AssertionError: Cannot compare difference for two
+    """Without it the number of steps is taken for a sharded tensor: AssertionError: Cannot compare difference for two
     sharding specs with different length; and of what is gathered nothing is kept.
     """
     parameter = self.id_to_real_params[param_id]
