@@ -187,7 +187,7 @@ def test_sums_of_gradients_in_8_bits_are_warned_of_where_others_add_them_up(case
     warnings = warnings_of(case[0], use_fp8=True, fp8_config=config, **arguments)
     assert len(warnings) == (says is not None), warnings
     if says is not None:
-        assert warnings[0].startswith('fp8_config.gradient_accumulation="8-bit" has no effect: ')
+        assert warnings[0].startswith("fp8_config.gradient_accumulation='8-bit' has no effect: ")
         assert says in warnings[0]
         assert not warnings_of(case[0], use_fp8=True, fp8_config=FP8Config(), **arguments)
 

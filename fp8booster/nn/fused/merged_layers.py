@@ -167,17 +167,19 @@ class MergedLayers(Merged):
         if self._why_replaced is not None or self.fp8_weight.refusal is not None:
             return None
         first = self.layers[0]
-        config, biased = vars(first).get("fp8_config"), first._parameters.get("bias") is not None
+        if type(first) is not FP8Linear:
+            return None
+        config, biased = first.fp8_config, first._parameters.get("bias") is not None
         weights = []
         for layer in self.layers:
             held = vars(layer)
             weight, bias = map(held["_parameters"].get, ("weight", "bias"))
             if type(layer) is not FP8Linear or weight is None or (bias is not None) != biased:
                 return None
-            if held["fp8_config"] is not config or "forward" in held or any(hooks_of(layer)):
+            if held["fp8_casts"].config is not config or "forward" in held or any(hooks_of(layer)):
                 return None
             weights.append(weight)
-        return None if first.fp8_config.rowwise else weights
+        return None if config.rowwise else weights
 
     def _product(self, input: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
         first = self.layers[0]

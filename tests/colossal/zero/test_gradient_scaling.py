@@ -41,18 +41,18 @@ def test_both_stages_train_alike_near_16_bits_and_not_as_with_blocks(messages: E
     assert_equal(*map(masters, runs))
     losses = train(scaled(messages))
     assert_close(train(boost(native())), losses, CLOSE)
-    assert losses != train(scaled("block"))
+    assert losses != train(scaled(Encoding()))
 
 
 @ranks(2)
 @pytest.mark.parametrize("_", ["defaults"])
 def test_blocks_are_the_default(_: str) -> None:
-    assert_trains_equally(boost(wire(fp8_config=None)), scaled("block"))
+    assert_trains_equally(boost(wire(fp8_config=None)), scaled(Encoding()))
 
 
 @ranks(2)
 def test_mu_moves_once_a_step_and_is_the_same_on_all_ranks() -> None:
-    run = scaled("auto")
+    run = scaled(ENCODINGS[1])
     scaling = run.optimizer.automatic_scaling
     assert scaling.mu.item() == 0.5
     run.step(batch())
@@ -62,7 +62,7 @@ def test_mu_moves_once_a_step_and_is_the_same_on_all_ranks() -> None:
 
 @ranks(2)
 def test_what_automatic_scaling_sends_is_in_the_statistics() -> None:
-    counted = traffic(scaled("auto"))
+    counted = traffic(scaled(ENCODINGS[1]))
     rows = comm.statistics().rows
     assert sum(row.wire_bytes for row in rows.values()) == counted.sent - bytes_sent("all_reduce", 4, 2)
     assert rows["reduce_scatter_tensor"].ratio < 0.52
