@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from fp8booster.nn.graphs import recorder
-from fp8booster.nn.graphs.arguments import CONSTANTS, Unsupported, flatten
-from fp8booster.nn.graphs.pair import GraphPair, Moved
+from fp8booster.nn.graphs.pair import CONSTANTS, GraphPair, Moved, Unsupported, flatten
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import change_class, is_looked_at, mixed_class, repeated_layers, wait_for_parameters
 from fp8booster.nn.weights.pinned import Record, Use, collected_uses
@@ -45,31 +44,21 @@ class _Kind:
     uses: list[Use] = field(default_factory=list)
     pairs: list[GraphPair] = field(default_factory=list)
     moves: int = 0
-    draws: bool = False
-    """It draws random numbers."""
-
+    draws: bool = False  # random numbers
     why_not: str | None = None
 
 
+@dataclass(eq=False)
 class _Shared:
-    """What the captured layers of a model have in common.
+    """What the captured layers of a model have in common."""
 
-    Args:
-        only_where_host_limits: leave alone what the GPU takes longer for than the host.
-    """
-
-    def __init__(self, only_where_host_limits: bool) -> None:
-        self.only_where_host_limits = only_where_host_limits
-        self.failure: str | None = None
-        """Why a capture broke off. The memory that it took is lost, so no other is tried."""
-
-        self.looks_inside: list[Callable[[], bool]] = []
-        """Each tells whether layers run eagerly now, for somebody looks at what passes in them."""
-
-        self._records: dict[torch.device, Record | None] = {}
+    only_where_host_limits: bool  # leave alone what the GPU takes longer for than the host
+    failure: str | None = None  # why a capture broke off: the memory that it took is lost, so no other is tried
+    looks_inside: list[Callable[[], bool]] = field(default_factory=list)  # True: layers run eagerly, for who looks
+    _records: dict[torch.device, Record | None] = field(default_factory=dict)
 
     def record_on(self, device: torch.device) -> Record | None:
-        """What captures work of a device."""
+        """Return what captures work of a device."""
         if device not in self._records:
             self._records[device] = recorder.recorder_for(device)
         return self._records[device]
@@ -98,7 +87,7 @@ class LayerGraphs:
         """Why the last call in training was not replayed; None: it was."""
 
     def run(self, forward: Callable[..., Any], layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What a layer's forward gives: by a replay in training, once a call of the kind was captured."""
+        """Return what a layer's forward gives: by a replay in training, once a call of the kind was captured."""
         if not layer.training or torch.compiler.is_compiling():
             return forward(*args, **kwargs)
         replayed = False
@@ -112,7 +101,7 @@ class LayerGraphs:
     def _replayed(
         self, forward: Callable[..., Any], layer: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[bool, Any]:
-        """Whether a call in training was a replay alone, and what it gave."""
+        """Return whether a call in training was a replay alone, and what it gave."""
         if not torch.is_grad_enabled():
             self._ran_without_gradients = True
             return False, forward(*args, **kwargs)
@@ -125,27 +114,28 @@ class LayerGraphs:
             self.why_not = "a recording samples this step"
             return False, forward(*args, **kwargs)
         given: list[torch.Tensor] = []
-        kind: _Kind | None = None
         self.why_not = self._why_never(layer)
-        if self.why_not is None:
-            kind, self.why_not = self._kind_of(args, kwargs, given)
+        kind = self._kind_of(args, kwargs, given) if self.why_not is None else None
         if kind is None:
             return False, forward(*args, **kwargs)
         if kind.calls < WARM_UP:
             self.why_not = TOO_EARLY
             return False, _warm_up(kind, forward, args, kwargs, given[0].device)
         pairs = len(kind.pairs)
-        pair, self.why_not = self._pair(kind, forward, layer, args, kwargs, given)
+        pair = self._pair(kind, forward, layer, args, kwargs, given)
         if pair is not None:
             try:
                 return len(kind.pairs) == pairs, pair.run(given)
-            except Moved:
-                self._forget(kind)
+            except Moved:  # begin anew with the kind
+                kind.pairs.clear()
+                kind.calls, kind.moves = 0, kind.moves + 1
+                if kind.moves == MOST_MOVES:
+                    kind.why_not = "its weights move"
                 self.why_not = kind.why_not or "its weights have moved"
         return False, forward(*args, **kwargs)
 
     def _why_never(self, layer: nn.Module) -> str | None:
-        """Why a layer as it is now cannot be captured."""
+        """Return why a layer as it is now cannot be captured."""
         if [list(module._modules.values()) for module in self._modules] != self._children or not self._modules:
             self._modules = list(layer.modules())
             self._children = [list(module._modules.values()) for module in self._modules]
@@ -165,7 +155,7 @@ class LayerGraphs:
         if found != self._parameters:
             self._parameters = found
             self._kinds.clear()
-            self._why_parameters = self._why_no_graph_reads(layer.parameters())
+            self._why_parameters = self._why_no_graph_reads(layer)
         if _saving() not in (None, _CHECKPOINTING):
             return "what it saves for backward is stored elsewhere"
         for module in self._modules:
@@ -181,7 +171,7 @@ class LayerGraphs:
         self._attributes = [(list(held.values()), _settings(held)) for held in map(vars, self._modules)]
 
     def _have_attributes_as_seen(self) -> bool:
-        """Whether each module holds the very objects that it held."""
+        """Tell whether each module holds the very objects that it held."""
         if len(self._attributes) != len(self._modules):
             return False
         for module, (values, _) in zip(self._modules, self._attributes, strict=True):
@@ -190,30 +180,28 @@ class LayerGraphs:
                 return False
         return True
 
-    def _why_no_graph_reads(self, parameters: Iterable[nn.Parameter]) -> str | None:
-        for each in parameters:
+    def _why_no_graph_reads(self, layer: nn.Module) -> str | None:
+        for each in layer.parameters():
             if type(each) is not nn.Parameter:
                 return f"a weight is a {type(each).__name__}"
             if self._shared.record_on(each.device) is None:
                 return "CUDA graphs take a GPU"
         return None
 
-    def _kind_of(
-        self, args: tuple, kwargs: dict[str, Any], given: list[torch.Tensor]
-    ) -> tuple[_Kind | None, str | None]:
-        """The kind of a call, or why it has none; appends the call's tensors."""
+    def _kind_of(self, args: tuple, kwargs: dict[str, Any], given: list[torch.Tensor]) -> _Kind | None:
+        """Return the kind of a call, if it has one, and append the call's tensors."""
         try:
             key = flatten((args, kwargs), given), _autocast(given), _saving()
         except Unsupported as error:
-            advice = "; set config.use_cache to False" if "Cache" in str(error) else ""
-            return None, f"it is given a {error}{advice}"
+            self.why_not = f"it is given a {error}{'; set config.use_cache to False' if 'Cache' in str(error) else ''}"
+            return None
         if not given:
-            return None, "it is given no tensor"
-        if key not in self._kinds:
-            if len(self._kinds) == MOST_KINDS:
-                return None, f"{MOST_KINDS} calls with other shapes were captured before"
-            self._kinds[key] = _Kind()
-        return self._kinds[key], None
+            self.why_not = "it is given no tensor"
+        elif key not in self._kinds and len(self._kinds) == MOST_KINDS:
+            self.why_not = f"{MOST_KINDS} calls with other shapes were captured before"
+        else:
+            return self._kinds.setdefault(key, _Kind())
+        return None
 
     def _pair(
         self,
@@ -223,14 +211,14 @@ class LayerGraphs:
         args: tuple,
         kwargs: dict[str, Any],
         given: list[torch.Tensor],
-    ) -> tuple[GraphPair | None, str | None]:
-        """The graphs for a call, captured now if need be, or why there are none."""
+    ) -> GraphPair | None:
+        """Return the graphs for a call, captured now if need be; None: `why_not` tells why there are none."""
         for module in self._modules:  # a replay calls none of them
             wait_for_parameters(module)
         kind.pairs = [pair for pair in kind.pairs if not pair.lacks_graphs]
         for pair in kind.pairs:
             if pair.is_free:
-                return pair, None
+                return pair
         recompute = _saving() == _CHECKPOINTING
         if kind.why_not is None:
             kind.why_not = self._shared.failure
@@ -241,34 +229,26 @@ class LayerGraphs:
         record = self._shared.record_on(given[0].device)
         if record is None:
             kind.why_not = "CUDA graphs take a GPU"
-        if kind.why_not is not None or record is None:
-            return None, kind.why_not
-        if len(kind.pairs) == MOST_PAIRS:
-            return None, f"{MOST_PAIRS} forwards wait for their backward"
-        try:
-            pair = GraphPair(record, forward, args, kwargs, layer, kind.uses, recompute=recompute)
-        except Moved:
-            kind.why_not = "its FP8 weights have no memory of their own"
-        except RuntimeError as error:
-            self._shared.failure = kind.why_not = f"it cannot be captured ({str(error).splitlines()[0]})"
-        else:
-            kind.pairs.append(pair)
-            return pair, None
-        return None, kind.why_not
-
-    def _forget(self, kind: _Kind) -> None:
-        """Start anew with a kind whose weights are elsewhere."""
-        kind.pairs.clear()
-        kind.calls, kind.moves = 0, kind.moves + 1
-        if kind.moves == MOST_MOVES:
-            kind.why_not = "its weights move"
+        if kind.why_not is None and record is not None and len(kind.pairs) == MOST_PAIRS:
+            self.why_not = f"{MOST_PAIRS} forwards wait for their backward"
+            return None
+        if kind.why_not is None and record is not None:
+            try:
+                kind.pairs.append(GraphPair(record, forward, args, kwargs, layer, kind.uses, recompute=recompute))
+                return kind.pairs[-1]
+            except Moved:
+                kind.why_not = "its FP8 weights have no memory of their own"
+            except RuntimeError as error:
+                self._shared.failure = kind.why_not = f"it cannot be captured ({str(error).splitlines()[0]})"
+        self.why_not = kind.why_not
+        return None
 
     def __reduce__(self) -> tuple:
         return LayerGraphs, (self._shared,)
 
 
 def _settings(held: dict[str, Any]) -> Hashable:
-    """What a graph has of a module's attributes for good: numbers, modes and names, and a forward of its own."""
+    """Return what a graph has of a module's attributes for good: numbers, modes, names, and a forward of its own."""
     return tuple(
         (name, value)
         for name, value in held.items()
@@ -303,7 +283,7 @@ def _why_leave_alone(kind: _Kind, layer: nn.Module, given: list[torch.Tensor]) -
 
 
 def _drawn(device: torch.device) -> Hashable:
-    """Changes when random numbers are drawn on a device."""
+    """Return a state that changes when random numbers are drawn on a device."""
     if device.type == "cuda":
         return torch.cuda.default_generators[device.index].get_offset()
     return torch.get_rng_state().numpy().tobytes()
@@ -313,7 +293,7 @@ _CHECKPOINTING = "checkpointing"
 
 
 def _saving() -> str | None:
-    """Who takes what autograd saves for backward here; None: nobody."""
+    """Return who takes what autograd saves for backward here; None: nobody."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None:
         return None
@@ -334,7 +314,6 @@ class CapturedLayer(nn.Module):
     fp8_graphs: LayerGraphs
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As its class's, by `LayerGraphs.run`."""
         return self.fp8_graphs.run(super().forward, self, args, kwargs)
 
 
@@ -363,7 +342,7 @@ def capture_layers(model: nn.Module, *, only_where_host_limits: bool = False) ->
 
 
 def look_inside(model: nn.Module, when: Callable[[], bool]) -> Callable[[], None]:
-    """Let captured layers of a model run eagerly where `when()` is true; returns what ends it."""
+    """Let captured layers of a model run eagerly where `when()` is true; return what ends it."""
     shared = {module.fp8_graphs._shared for module in model.modules() if isinstance(module, CapturedLayer)}
     for each in shared:
         each.looks_inside.append(when)
@@ -376,5 +355,5 @@ def look_inside(model: nn.Module, when: Callable[[], bool]) -> Callable[[], None
 
 
 def captured_layers(model: nn.Module) -> Counter[str | None]:
-    """How many layers were replayed when they ran last in training, under None, and how many not, by the reason."""
+    """Count the layers that were replayed when they ran last in training, under None, and others by the reason."""
     return Counter(module.fp8_graphs.why_not for module in model.modules() if isinstance(module, CapturedLayer))

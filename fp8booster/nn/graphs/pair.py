@@ -3,26 +3,58 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from fp8booster.nn.graphs.arguments import flatten, rebuild
 from fp8booster.nn.weights.pinned import Pinned, Record, Use, copies_are_held
 
-Leaves = dict[torch.nn.Parameter, torch.nn.Parameter]
-"""Parameters, and other tensors over their memory."""
+CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device, Enum)
+"""Values that a graph has for good."""
+
+
+class Unsupported(Exception):
+    """A graph cannot be given a value; the message is its class."""
+
+
+def flatten(value: Any, tensors: list[torch.Tensor]) -> Hashable:
+    """Append the tensors in a value of tuples, lists and dicts, and tell the rest: equal for values of one kind.
+
+    Raises:
+        Unsupported: it holds something else than tensors and constants.
+    """
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return torch.Tensor, value.shape, value.dtype, value.device, value.requires_grad and torch.is_grad_enabled()
+    if isinstance(value, CONSTANTS):
+        return type(value), value
+    if type(value) in (tuple, list):
+        return (type(value), *[flatten(each, tensors) for each in value])
+    if type(value) is dict:
+        return (dict, *[(name, flatten(each, tensors)) for name, each in value.items()])
+    raise Unsupported(type(value).__name__)
+
+
+def rebuild(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    """Return a value as `flatten` took it apart, with other tensors in their places."""
+    if isinstance(value, torch.Tensor):
+        return next(tensors)
+    if type(value) in (tuple, list):
+        return type(value)(rebuild(each, tensors) for each in value)
+    if type(value) is dict:
+        return {name: rebuild(each, tensors) for name, each in value.items()}
+    return value
 
 
 class Moved(Exception):
     """What the graphs read lies elsewhere now; they are of no use."""
 
 
-_LIVE: weakref.WeakSet[GraphPair] = weakref.WeakSet()
-"""All that have graphs."""
+_LIVE: weakref.WeakSet[GraphPair] = weakref.WeakSet()  # all that have graphs
 
 
 def free_graphs() -> None:
@@ -77,9 +109,7 @@ class GraphPair:
         *,
         recompute: bool = False,
     ) -> None:
-        self.lacks_graphs = False
-        """Whether the graphs were given up."""
-
+        self.lacks_graphs = False  # they were given up
         given: list[torch.Tensor] = []
         flatten((args, kwargs), given)
         with torch.no_grad():
@@ -136,8 +166,7 @@ class GraphPair:
             return list(found)
 
         # hooks of whoever calls the layer, as of checkpointing, are not for what the graphs save
-        hooks = torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
-        with copies_are_held(), hooks:
+        with copies_are_held(), torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
             self._forward, self._outputs = record(run_forward, passing=recompute)
             self._gradients_in = [torch.zeros_like(each) for each in self._outputs]
             self._backward, self._gradients = record(run_backward, passing=recompute)
@@ -145,14 +174,14 @@ class GraphPair:
         _LIVE.add(self)
 
     def free(self) -> None:
-        """Give up the graphs, once; what runs next raises."""
+        """Give up the graphs, once: what runs next raises."""
         self.lacks_graphs = True
         self._pinned.clear()
         del self._forward, self._backward
 
     @property
     def is_free(self) -> bool:
-        """Whether no backward is awaited."""
+        """Tell whether no backward is awaited."""
         ticket = None if self._ticket is None else self._ticket()
         return ticket is None or ticket.used
 
@@ -169,7 +198,7 @@ class GraphPair:
                 raise Moved
 
     def run(self, given: Sequence[torch.Tensor]) -> Any:
-        """What the layer gives for a call of the kind.
+        """Return what the layer gives for a call of the kind.
 
         Args:
             given: the tensors of the call's arguments, in the order of `flatten`.
@@ -231,20 +260,18 @@ class GraphPair:
         return [each._version for each in self._read] + [pinned.version() for pinned in self._pinned]
 
 
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
 def _leaf_over(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-    """Another leaf over a parameter's memory, with what was noted on it."""
+    """Return another leaf over a parameter's memory, with what was noted on it."""
     leaf = torch.nn.Parameter(parameter.detach(), parameter.requires_grad)
     leaf.__dict__.update(parameter.__dict__)
     return leaf
 
 
 @contextmanager
-def _in_place_of_parameters(layer: torch.nn.Module, leaves: Leaves) -> Iterator[None]:
-    """Inside, a layer's modules have the leaves for parameters."""
+def _in_place_of_parameters(
+    layer: torch.nn.Module, leaves: dict[torch.nn.Parameter, torch.nn.Parameter]
+) -> Iterator[None]:
+    """Give a layer's modules the leaves for parameters, in the block."""
     own = [(module._parameters, dict(module._parameters)) for module in layer.modules()]
     for held, parameters in own:
         held.update({name: leaves[each] for name, each in parameters.items() if each is not None})
