@@ -28,29 +28,27 @@ from fp8booster.nn.fused.families import WITH_SINKS, has_sinks, is_attention
 
 @dataclass(frozen=True)
 class Sequences:
-    """Where the sequences of a batch begin and end, its rows one behind the other."""
+    """The boundaries of the sequences of a batch, its rows one behind the other."""
 
     boundaries: torch.Tensor
     """[sequences + 1], int32, on the batch's device: 0, where the second begins, ..., the number of tokens."""
 
-    longest: int
-    """Tokens of the longest; more are allowed, which costs time alone."""
+    longest: int  # tokens of the longest; more are allowed, which costs time alone
 
     @cached_property
     def on_host(self) -> list[int]:
-        """The boundaries; the first use waits for the device."""
+        """Return the boundaries; the first use waits for the device."""
         return self.boundaries.tolist()
 
 
 class PackedEmbeddings(tuple):
     """cos and sin, or what there is in their place, as transformers makes them, of sequences in a row."""
 
-    sequences: Sequences | None = None
-    """None: it was rebuilt by something that did not know them."""
+    sequences: Sequences | None = None  # it was rebuilt by something that did not know them
 
 
 def sequences_of(position_embeddings: tuple[torch.Tensor, torch.Tensor]) -> Sequences | None:
-    """The sequences that a layer's tokens belong to; None where each row is one.
+    """Return the sequences that a layer's tokens belong to; None where each row is one.
 
     Raises:
         ValueError: they were lost on the way to the layer.
@@ -68,7 +66,7 @@ def sequences_of(position_embeddings: tuple[torch.Tensor, torch.Tensor]) -> Sequ
 def find_sequences(
     tokens: tuple[int, int], position_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
 ) -> Sequences | None:
-    """The sequences of a batch, by positions that do not grow from one token to the next; waits for the device once.
+    """Find the sequences of a batch by positions that do not grow from one token to the next; wait for the device once.
 
     Args:
         tokens: rows, and tokens of each.
@@ -101,7 +99,7 @@ def find_sequences(
 def checked_sequences(
     tokens: tuple[int, int], boundaries: torch.Tensor, longest: int | None, device: torch.device
 ) -> Sequences:
-    """Sequences whose boundaries a caller gives.
+    """Return sequences whose boundaries a caller gives.
 
     Args:
         tokens: rows, and tokens of each.
@@ -138,7 +136,7 @@ def _sequences(boundaries: list[int], device: torch.device) -> Sequences:
 
 
 def positions_in(sequences: Sequences, tokens: tuple[int, int]) -> torch.Tensor:
-    """The position of each token in its sequence, [rows, tokens]."""
+    """Return the position of each token in its sequence, [rows, tokens]."""
     place = torch.arange(tokens[0] * tokens[1], device=sequences.boundaries.device, dtype=torch.int32)
     sequence = torch.searchsorted(sequences.boundaries, place, right=True) - 1
     return (place - sequences.boundaries[sequence]).long().view(tokens)
@@ -148,8 +146,8 @@ class _Thread(threading.local):
     """What a thread computes now: threads may share a model."""
 
     def __init__(self) -> None:
+        # those of its batch, by the model's packing
         self.sequences: weakref.WeakKeyDictionary[Packing, Sequences | None] = weakref.WeakKeyDictionary()
-        """Those of its batch, by the model's packing."""
 
 
 _thread = _Thread()
@@ -159,29 +157,29 @@ class Packing:
     """The sequences of the batch that a model computes now."""
 
     def __init__(self) -> None:
-        self.reaches_all = True
-        """Whether every attention of the model is fused, which alone reads `sequences_of`."""
+        self.reaches_all = True  # every attention of the model is fused, which alone reads `sequences_of`
+        # attentions are told that each row is a sequence, as those with sinks are, which take no mask
         self.tells_rows = False
-        """Whether attentions are told that each row is a sequence, as those with sinks are, which take no mask."""
-        self._attentions: list[Any] = []
-        """Those that are fused."""
+        self._fused: list[Any] = []  # attentions
+        # the modules that hold attentions, and what they held; empty: it is of a copy, whose modules are others
         self._seen: list[tuple[nn.Module, tuple[nn.Module | None, ...]]] | None = None
-        """The modules that hold attentions, and what they held; empty: it is of a copy, whose modules are others."""
 
     def __reduce__(self) -> tuple:
-        return type(self), (), {**vars(self), "_attentions": [], "_seen": []}
+        return type(self), (), {**vars(self), "_fused": [], "_seen": []}
 
     def look(self, model: nn.Module) -> None:
         """Look which attentions of a model are fused."""
         attentions = {each for each in model.modules() if is_attention(each)}
-        self.reaches_all = not any(map(_is_unfused_attention, attentions))
+        self._fused = [each for each in attentions if hasattr(each, "takes_rows")]
+        # an attention without parameters is held by another stage of a pipeline
+        unfused = (each for each in attentions if not hasattr(each, "attend_packed"))
+        self.reaches_all = all(next(each.parameters(), None) is None for each in unfused)
         self.tells_rows = self.reaches_all and any(map(has_sinks, attentions))
         holders = (each for each in model.modules() if not attentions.isdisjoint(each.modules()))
-        self._attentions = [each for each in attentions if hasattr(each, "takes_rows")]
         self._seen = [(each, tuple(each._modules.values())) for each in holders if each not in attentions]
 
     def _is_as_seen(self) -> bool:
-        """Whether none of the attentions was replaced since, nor what holds them."""
+        """Tell whether none of the attentions was replaced since, nor what holds them."""
         return self._seen != [] and all(
             len(module._modules) == len(held) and all(map(is_, module._modules.values(), held))
             for module, held in self._seen or ()
@@ -192,21 +190,18 @@ class Packing:
         """Those of this thread's batch; None where each row is one."""
         return _thread.sequences.get(self)
 
-    @sequences.setter
-    def sequences(self, sequences: Sequences | None) -> None:
-        _thread.sequences[self] = sequences
-
     def before_model(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]] | None:
-        """A forward pre-hook: takes boundaries out of what the model is given; None where no row is packed."""
+        """Take boundaries out of what the model is given, as a forward pre-hook; None where no row is packed."""
         given = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs if args else kwargs
         packed = _given_sequences(given)
         if (packed is not None or self.tells_rows) and not self._is_as_seen():
             self.look(model)
-        tells_rows = packed is None and self.tells_rows and all(each.takes_rows for each in self._attentions)
-        self.sequences = _rows(model, given) if tells_rows else packed
-        if self.sequences is None:
+        tells_rows = packed is None and self.tells_rows and all(each.takes_rows for each in self._fused)
+        sequences = _rows(model, given) if tells_rows else packed
+        _thread.sequences[self] = sequences
+        if sequences is None:
             return None
         if not self.reaches_all:
             raise ValueError(
@@ -215,30 +210,36 @@ class Packing:
             )
         given = {name: value for name, value in given.items() if name not in _BOUNDARIES}
         if packed is not None and given.get("position_ids") is None:
-            given["position_ids"] = positions_in(self.sequences, _tokens(given))
+            given["position_ids"] = positions_in(sequences, _tokens(given)[0])
         given["attention_mask"] = None
-        if _makes_masks(model):
-            # in place of one of tokens by tokens; no layer reads it
-            given["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.sequences.boundaries.device)
+        is_body = hasattr(model, "rotary_emb") and "forward" not in vars(model)
+        if is_body and hasattr(sys.modules.get(type(model).__module__), "create_causal_mask"):
+            # in place of one of tokens by tokens, which this version would make; no layer reads it
+            given["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=sequences.boundaries.device)
         return (), given
 
     def before_wrapper(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]] | None:
-        """A forward pre-hook of a model around one that takes no boundaries: it is given positions in their place."""
+        """Give a model inside one that takes no boundaries positions in their place, as a forward pre-hook."""
         return None if kwargs.get("cu_seq_lens_q") is None else self.before_model(model, args, kwargs)
 
     def after_model(self, *_: Any) -> None:
-        """A forward hook: what runs layers of the model by hand later has its own sequences."""
-        self.sequences = None
+        """Forget, as a forward hook: what runs layers of the model by hand later has its own sequences."""
+        _thread.sequences[self] = None
 
     def after_rotary(self, rotary: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """A forward hook of what makes position embeddings."""
+        """Let position embeddings tell the sequences, as a forward hook of what makes them."""
         if self.sequences is None:
             return output
         packed = PackedEmbeddings((output,) if isinstance(output, torch.Tensor) else output)
         packed.sequences = self.sequences
         return packed
+
+    def follow(self, module: nn.Module, before: Callable) -> None:
+        """Know the sequences of a module's batch, as a hook finds them, as long as its forward runs."""
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(self.after_model, always_call=True)
 
 
 CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
@@ -250,7 +251,7 @@ _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 def _given_sequences(given: dict[str, Any]) -> Sequences | None:
-    """Of what a model is given, by name."""
+    """Return the sequences of what a model is given, by name."""
     boundaries, position_ids = given.get("cu_seq_lens_q"), given.get("position_ids")
     mask = given.get("attention_mask")
     if boundaries is None:
@@ -258,7 +259,8 @@ def _given_sequences(given: dict[str, Any]) -> Sequences | None:
             return None
         if mask is not None and (not isinstance(mask, torch.Tensor) or mask.dim() != 2):
             return None  # a mask of queries by keys has the last word
-        return find_sequences((_tokens(given)[0], position_ids.shape[1]), position_ids, mask)
+        (rows, _), _ = _tokens(given)
+        return find_sequences((rows, position_ids.shape[1]), position_ids, mask)
     keys = given.get("cu_seq_lens_k")
     if keys is not None and _differ(boundaries, keys):
         raise ValueError(
@@ -269,8 +271,7 @@ def _given_sequences(given: dict[str, Any]) -> Sequences | None:
         raise ValueError("cu_seq_lens_q packs several sequences in a row, which takes no attention_mask; leave it out")
     if given.get("hidden_states") is not None:
         raise ValueError("a pipeline cuts batches by rows, and cu_seq_lens_q has none; give position_ids in its place")
-    tokens = _tokens(given)
-    device = next(each.device for each in map(given.get, _TOKENS) if each is not None)
+    tokens, device = _tokens(given)
     return checked_sequences(tokens, boundaries, given.get("max_length_q"), device)
 
 
@@ -286,21 +287,17 @@ def _differ(queries: torch.Tensor, keys: torch.Tensor) -> bool:
     return not (queries.is_cuda or keys.is_cuda) and bool((queries != keys).any())
 
 
-_TOKENS = ("input_ids", "inputs_embeds", "hidden_states")
-"""What a model may be given its tokens as."""
-
-
-def _tokens(given: dict[str, Any]) -> tuple[int, int]:
-    """Rows, and tokens of each."""
-    for name in _TOKENS:
+def _tokens(given: dict[str, Any]) -> tuple[tuple[int, int], torch.device]:
+    """Return rows and the tokens of each, and their device."""
+    for name in ("input_ids", "inputs_embeds", "hidden_states"):
         if given.get(name) is not None:
             rows, length = given[name].shape[:2]
-            return rows, length
+            return (rows, length), given[name].device
     raise ValueError("a model needs input_ids or inputs_embeds; give one of them")
 
 
 def _rows(model: nn.Module, given: dict[str, Any]) -> Sequences | None:
-    """Each row of what a model is given in training, where its attentions need nothing else of it."""
+    """Return each row of what a model is given in training, where its attentions need nothing else of it."""
     config: Any = model.config
     asks = given.get("output_attentions") or getattr(config, "output_attentions", False)
     held = [given.get(name) for name in ("attention_mask", "is_causal", *CACHES)]
@@ -308,21 +305,8 @@ def _rows(model: nn.Module, given: dict[str, Any]) -> Sequences | None:
         return None
     if config._attn_implementation != WITH_SINKS:
         return None
-    rows, length = _tokens(given)
-    device = next(each.device for each in map(given.get, _TOKENS) if each is not None)
+    (rows, length), device = _tokens(given)
     return Sequences(torch.arange(rows + 1, device=device, dtype=torch.int32) * length, length)
-
-
-def _is_unfused_attention(module: nn.Module) -> bool:
-    """And one that this stage of a pipeline holds."""
-    unfused = is_attention(module) and not hasattr(module, "attend_packed")
-    return unfused and next(module.parameters(), None) is not None
-
-
-def _makes_masks(model: nn.Module) -> bool:
-    """Whether a model, in this version of transformers, makes a mask of packed sequences for its layers."""
-    is_body = hasattr(model, "rotary_emb") and "forward" not in vars(model)
-    return is_body and hasattr(sys.modules.get(type(model).__module__), "create_causal_mask")
 
 
 def let_pack(model: nn.Module) -> None:
@@ -339,7 +323,7 @@ def let_pack(model: nn.Module) -> None:
     packing = model.__dict__.get(_PACKING)
     if packing is None:
         packing = model.__dict__[_PACKING] = Packing()
-        _tell(packing, model, packing.before_model)
+        packing.follow(model, packing.before_model)
         for rotary in makers:
             rotary.register_forward_hook(packing.after_rotary)
     packing.look(model)
@@ -353,7 +337,7 @@ def _let_wrapper_pack(model: nn.Module) -> None:
         if packing is None or any(each.kind is each.VAR_KEYWORD for each in taken) or _WRAPS in model.__dict__:
             continue
         model.__dict__[_WRAPS] = True
-        _tell(packing, model, packing.before_wrapper)
+        packing.follow(model, packing.before_wrapper)
 
 
 def let_pack_around(model: nn.Module) -> None:
@@ -361,17 +345,11 @@ def let_pack_around(model: nn.Module) -> None:
     for module in model.modules():
         packing = vars(getattr(module, "model", module)).get(_PACKING)
         if packing is not None and _PACKING not in module.__dict__:
-            _tell(packing, module, packing.before_model)
-
-
-def _tell(packing: Packing, module: nn.Module, before: Callable) -> None:
-    """Let a packing know the sequences of a module's batch, as a hook finds them, as long as its forward runs."""
-    module.register_forward_pre_hook(before, with_kwargs=True)
-    module.register_forward_hook(packing.after_model, always_call=True)
+            packing.follow(module, packing.before_model)
 
 
 def why_not_packed(model: nn.Module) -> str | None:
-    """Why a model would refuse packed batches, or not see them; None where it keeps their sequences apart."""
+    """Return why a model would refuse packed batches, or not see them; None where it keeps their sequences apart."""
     found = [module.__dict__[_PACKING] for module in model.modules() if _PACKING in module.__dict__]
     if not found:
         return "the model's attention is not fused"
