@@ -28,14 +28,14 @@ if TYPE_CHECKING:  # seconds to import, and there where there is a model
 
 
 class LanguageModel(nn.Module):
-    """What the models of `MODELS` have; transformers declares no types of it."""
+    """The attributes of the models of `MODELS`; transformers declares no types of them."""
 
     config: Any
     loss_function: Callable[..., torch.Tensor]
 
 
 def _head_name(model: nn.Module) -> str:
-    """Of the head among a model's parts."""
+    """Return the name of the head among a model's parts."""
     return next((name for name in VOCABULARY_HEADS if name in model._modules), VOCABULARY_HEADS[0])
 
 
@@ -75,13 +75,13 @@ def use_native_loss(model: nn.Module) -> None:
 
 
 def why_not_fused(model: nn.Module) -> str | None:
-    """Why a model's loss cannot be computed over chunks of logits, or None if it can."""
+    """Return why a model's loss cannot be computed over chunks of logits, or None if it can."""
     found = _fusable(model)
     return found if isinstance(found, str) else None
 
 
 def _fusable(model: nn.Module) -> tuple[LanguageModel, FusedLoss] | str:
-    """The language model in a model and its loss over chunks of logits, or why there is none."""
+    """Return the language model in a model and its loss over chunks of logits, or why there is none."""
     language_model = language_model_in(model)
     if language_model is None:
         return f"{type(model).__name__} is none of transformers' language models of {', '.join(FAMILIES.values())}"
@@ -92,7 +92,7 @@ def _fusable(model: nn.Module) -> tuple[LanguageModel, FusedLoss] | str:
 
 
 def language_model_in(model: nn.Module) -> LanguageModel | None:
-    """The module whose forward is one of those known."""
+    """Return the module whose forward is one of those known."""
     for module in model.modules():
         for base in type(module).__mro__:
             if issubclass(base, nn.Module) and MODELS.get(base.__module__) == base.__name__:
@@ -101,7 +101,7 @@ def language_model_in(model: nn.Module) -> LanguageModel | None:
 
 
 def fused_head(model: nn.Module) -> nn.Module | None:
-    """The head of a model whose loss is computed over chunks of logits, for an engine to mix `HeldHead` into it."""
+    """Return the head of a model whose loss is computed over chunks of logits; an engine mixes `HeldHead` into it."""
     language_model = language_model_in(model)
     if language_model is None or not _is_ours(language_model.__dict__.get("forward")):
         return None
@@ -110,16 +110,11 @@ def fused_head(model: nn.Module) -> nn.Module | None:
 
 @dataclass(frozen=True)
 class FusedLoss:
-    """How a model computes its loss over chunks of logits."""
+    """The loss of a model over chunks of logits."""
 
-    native: Callable | None
-    """Its forward without it, bound, where an engine has replaced that of its class."""
-
-    forward: Callable
-    """The one with this loss, bound; made by `mark_fused`."""
-
-    why_not: Callable[[LanguageModel], str | None]
-    """Why a model's loss is not computed so, or None."""
+    native: Callable | None  # its forward without it, bound, where an engine has replaced that of its class
+    forward: Callable  # the one with this loss, bound; made by `mark_fused`
+    why_not: Callable[[LanguageModel], str | None]  # returns why a model's loss is not computed so, or None
 
 
 def offer_loss(model: nn.Module, loss: FusedLoss) -> None:
@@ -138,7 +133,7 @@ _NATIVE = "_fp8booster_native"
 
 
 def _available_loss(model: nn.Module) -> FusedLoss | None:
-    """What an engine offered for the forward that the model has now, or this module's for that of its class."""
+    """Return what an engine offered for the forward that the model has now, or ours for that of its class."""
     forward, offered = model.__dict__.get("forward"), model.__dict__.get(_ENGINE_LOSS)
     if offered is not None and forward in (offered.native, offered.forward):
         return offered
@@ -150,7 +145,7 @@ def _available_loss(model: nn.Module) -> FusedLoss | None:
 
 
 def _why_not_through(language_model: LanguageModel) -> str | None:
-    """What stands against computing the loss from the head's weight, as it is now."""
+    """Return what stands against computing the loss from the head's weight, as it is now."""
     head = getattr(language_model, _head_name(language_model))
     reason = why_not_bypassed(head, HEADS)
     if reason is None and vocabulary_size(head) != language_model.config.vocab_size:
@@ -167,7 +162,7 @@ def _is_ours(forward: object) -> bool:
 
 @functools.cache
 def _forward_like(native: Callable) -> Callable:
-    """Our forward, with the signature of the native one, which trainers read."""
+    """Return our forward, with the signature of the native one, which trainers read."""
     signature = inspect.signature(native)
 
     @functools.wraps(native)
@@ -177,7 +172,10 @@ def _forward_like(native: Callable) -> Callable:
             return of_class(self, *args, **kwargs)
         bound = signature.bind(self, *args, **kwargs)
         arguments = {**bound.arguments, **bound.kwargs}
-        if not _computes_loss_alone(self, arguments):
+        from transformers.loss.loss_utils import ForCausalLMLoss
+
+        is_native = self.loss_function is ForCausalLMLoss
+        if not (wants_loss(self, arguments) and is_native and _why_not_through(self) is None):
             return native(self, *args, **kwargs)
         name = _head_name(self)
         outputs = run_with(native, self, {name: LazyHead(getattr(self, name))}, *args, **kwargs)
@@ -186,15 +184,8 @@ def _forward_like(native: Callable) -> Callable:
     return mark_fused(forward, native)
 
 
-def _computes_loss_alone(model: LanguageModel, arguments: dict[str, Any]) -> bool:
-    """Whether a call computes its loss over chunks of logits."""
-    from transformers.loss.loss_utils import ForCausalLMLoss
-
-    return wants_loss(model, arguments) and model.loss_function is ForCausalLMLoss and _why_not_through(model) is None
-
-
 def wants_loss(model: LanguageModel, arguments: dict[str, Any]) -> bool:
-    """Whether a call of a model's forward trains and reads no logits, so far as its arguments, by name, tell."""
+    """Tell whether a call of a model's forward trains and reads no logits, so far as its arguments, by name, tell."""
     kept = arguments.get("logits_to_keep", 0), arguments.get("num_logits_to_keep", 0)
     return (
         model.training

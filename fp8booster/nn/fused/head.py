@@ -32,8 +32,7 @@ HEADS: set[type[nn.Module]] = {nn.Linear, FP8Linear}
 class HeldHead(nn.Module):
     """Mixin of a head whose parameters an engine keeps apart from it: they are whole within `while_whole`."""
 
-    head_class: ClassVar[type[nn.Module]]
-    """The class that the head was."""
+    head_class: ClassVar[type[nn.Module]]  # that it was
 
     @classmethod
     def members_before(cls, original: type[nn.Module]) -> dict[str, Any]:
@@ -41,17 +40,17 @@ class HeldHead(nn.Module):
         return {"head_class": original}
 
     def while_whole(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """What `compute` makes of the head's parameters, differentiable."""
+        """Return what `compute` makes of the head's parameters, differentiable."""
         return compute()
 
 
 def vocabulary_size(head: nn.Linear) -> int:
-    """How many tokens a head makes logits of; padding, of which Colossal-AI's heads know, is none."""
+    """Return how many tokens a head makes logits of; padding, of which Colossal-AI's heads know, is none."""
     return getattr(head, "old_num_embeddings", held_weight(head).shape[0])
 
 
 def why_not_bypassed(head: nn.Module, classes: Collection[type[nn.Module]]) -> str | None:
-    """Why the weight of an lm_head cannot be read past its forward, or None if it can.
+    """Return why the weight of an lm_head cannot be read past its forward, or None if it can.
 
     Args:
         head: as it is now.
@@ -75,7 +74,7 @@ def why_not_bypassed(head: nn.Module, classes: Collection[type[nn.Module]]) -> s
 
 
 def head_loss(head: nn.Linear, hidden: torch.Tensor, targets: torch.Tensor, **how: Any) -> torch.Tensor:
-    """The loss through a head, in FP8 where the head is an FP8 layer for which that pays.
+    """Compute the loss through a head, in FP8 where the head is an FP8 layer for which that pays.
 
     Args:
         head: of a class that `why_not_bypassed` was asked for.
@@ -110,7 +109,7 @@ def _whole_head_loss(head: nn.Linear, hidden: torch.Tensor, targets: torch.Tenso
 
 
 def _with_transpose(head: FP8Layer, casts: Casts) -> QuantizedMatrix:
-    """The head's FP8 weight in both layouts, wherever it keeps them."""
+    """Return the head's FP8 weight in both layouts, wherever it keeps them."""
     weight = head.held_weight
     quantized = head.fp8_weight.forward([weight], casts, transpose=True)
     backward_weight = head.fp8_weight.backward([weight], casts)

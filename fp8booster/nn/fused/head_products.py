@@ -5,6 +5,8 @@ Shape legend: m tokens of the chunk, K features, V tokens of the vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
@@ -15,38 +17,32 @@ from fp8booster.scaling import INPUT, OUTPUT_GRADIENT
 from fp8booster.tensor import QuantizedMatrix
 
 
+@dataclass(eq=False)
 class HeadProducts:
-    """Products in the dtype of hidden states and weight.
+    """Products in the dtype of hidden states and weight."""
 
-    Args:
-        weight: [V, K].
-        bias: [V] or None.
-        wanted: whether hidden states and weight need gradients.
-        sum_dtype: in which the weight's gradient is added up over chunks: the weight's, or FP32.
-    """
-
-    def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, wanted: tuple[bool, bool], sum_dtype: torch.dtype
-    ) -> None:
-        self._weight, self._bias, self._wanted, self._sum_dtype = weight, bias, wanted, sum_dtype
-        self._memory: torch.Tensor | None = None
+    weight: torch.Tensor  # [V, K]
+    bias: torch.Tensor | None  # [V]
+    wanted: tuple[bool, bool]  # hidden states and weight need gradients
+    sum_dtype: torch.dtype  # in which the weight's gradient is added up over chunks: the weight's, or FP32
+    _memory: torch.Tensor | None = None
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The chunk's logits, [m, V], in the place of the last chunk's."""
-        tokens, vocabulary = hidden.shape[0], self._weight.shape[0]
+        """Make the chunk's logits, [m, V], in the place of the last chunk's."""
+        tokens, vocabulary = hidden.shape[0], self.weight.shape[0]
         if self._memory is None:  # rows that begin where whole vectors do
             self._memory = hidden.new_empty((tokens, aligned(vocabulary)))
             # oneDNN's product for AMX reads what lies between rows, and multiplies it by zero: NaN stays NaN
             self._memory[:, vocabulary:] = 0
         logits = self._memory[:tokens, :vocabulary]
-        if self._bias is None:
-            return torch.mm(hidden, self._weight.t(), out=logits)
-        return torch.addmm(self._bias, hidden, self._weight.t(), out=logits)
+        if self.bias is None:
+            return torch.mm(hidden, self.weight.t(), out=logits)
+        return torch.addmm(self.bias, hidden, self.weight.t(), out=logits)
 
     def gradients(
         self, hidden: torch.Tensor, gradient: torch.Tensor, amax: torch.Tensor | None, total: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The gradients of the chunk's hidden states and of the weight, the latter added up over chunks.
+        """Return the gradients of the chunk's hidden states and of the weight, the latter added up over chunks.
 
         Args:
             hidden: [m, K], of the last `logits`.
@@ -57,70 +53,57 @@ class HeadProducts:
         Returns:
             ([m, K] or None, [V, K] of `sum_dtype` or None).
         """
-        for_hidden, for_weight = self._wanted
+        for_hidden, for_weight = self.wanted
         if for_weight:
             total = self._to_weight(gradient.t(), hidden, total)
-        return torch.mm(gradient, self._weight) if for_hidden else None, total
+        return torch.mm(gradient, self.weight) if for_hidden else None, total
 
     def _to_weight(self, gradient: torch.Tensor, hidden: torch.Tensor, total: torch.Tensor | None) -> torch.Tensor:
-        if gradient.dtype is self._sum_dtype:
+        if gradient.dtype is self.sum_dtype:
             if total is None:
                 return torch.mm(gradient, hidden)
             return torch.addmm(total, gradient, hidden, out=total)  # adds its FP32 sums before it rounds
         if gradient.is_cuda:
-            part = torch.mm(gradient, hidden, out_dtype=self._sum_dtype)
+            part = torch.mm(gradient, hidden, out_dtype=self.sum_dtype)
         else:  # the CPU has no product of 16-bit matrices in FP32
-            part = torch.mm(gradient.to(self._sum_dtype), hidden.to(self._sum_dtype))
+            part = torch.mm(gradient.to(self.sum_dtype), hidden.to(self.sum_dtype))
         return part if total is None else total.add_(part)
 
 
+@dataclass(eq=False)
 class FP8HeadProducts:
-    """The same products in FP8: the chunk's hidden states and the logits' gradient are cast once each, in both layouts.
+    """The same products in FP8: the chunk's hidden states and the logits' gradient are cast once each."""
 
-    Args:
-        weight: the FP8 weight with its transpose.
-        shape: (V, K).
-        bias, wanted, sum_dtype: as in `HeadProducts`.
-        casts: the head's, with its configuration.
-        hidden_amax: of all hidden states, if it is known, as `kernels.cast.cast` takes it; None finds each chunk's.
-    """
-
-    def __init__(
-        self,
-        weight: QuantizedMatrix,
-        shape: tuple[int, int],
-        bias: torch.Tensor | None,
-        wanted: tuple[bool, bool],
-        sum_dtype: torch.dtype,
-        casts: Casts,
-        hidden_amax: torch.Tensor | None = None,
-    ) -> None:
-        self._w, self._shape, self._wanted, self._sum_dtype = weight, shape, wanted, sum_dtype
-        self._casts, self._hidden_amax = casts, hidden_amax
-        padding = weight.data.shape[0] - shape[0]
-        self._bias = None if bias is None else F.pad(bias, (0, padding))
+    weight: QuantizedMatrix  # with its transpose
+    bias: torch.Tensor | None
+    wanted: tuple[bool, bool]
+    sum_dtype: torch.dtype
+    shape: tuple[int, int]  # (V, K)
+    casts: Casts  # the head's, with its configuration
+    hidden_amax: torch.Tensor | None  # of all hidden states, if it is known; None: each chunk's is found
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The chunk's logits, [m, V]."""
-        x = self._x = self._casts.quantize(INPUT, hidden, transposed=self._wanted[1], amax=self._hidden_amax)
+        """Make the chunk's logits, [m, V]."""
+        w, bias = self.weight, self.bias
+        x = self._x = self.casts.quantize(INPUT, hidden, transposed=self.wanted[1], amax=self.hidden_amax)
         logits = product(
             x.data,
-            self._w.data,
+            w.data,
             x.inverse_scale,
-            self._w.inverse_scale,
+            w.inverse_scale,
             out_dtype=hidden.dtype,
-            bias=self._bias,
-            **self._casts.config.product_options["fprop"],
+            bias=None if bias is None else F.pad(bias, (0, w.data.shape[0] - self.shape[0])),
+            **self.casts.config.product_options["fprop"],
         )
-        return logits[: hidden.shape[0], : self._shape[0]]
+        return logits[: hidden.shape[0], : self.shape[0]]
 
     def gradients(
         self, hidden: torch.Tensor, gradient: torch.Tensor, amax: torch.Tensor | None, total: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """As `HeadProducts.gradients`."""
-        for_hidden, for_weight = self._wanted
-        x, w, options = self._x, self._w, self._casts.config.product_options
-        dy = self._casts.quantize(OUTPUT_GRADIENT, gradient, plain=for_hidden, transposed=for_weight, amax=amax)
+        for_hidden, for_weight = self.wanted
+        x, w, options = self._x, self.weight, self.casts.config.product_options
+        dy = self.casts.quantize(OUTPUT_GRADIENT, gradient, plain=for_hidden, transposed=for_weight, amax=amax)
         dx = None
         if for_weight:
             dw = product(
@@ -128,10 +111,10 @@ class FP8HeadProducts:
                 x.transpose,
                 dy.scale_of_transpose(),
                 x.scale_of_transpose(),
-                out_dtype=self._sum_dtype,
+                out_dtype=self.sum_dtype,
                 **options["wgrad"],
             )
-            dw = dw[: self._shape[0], : self._shape[1]]
+            dw = dw[: self.shape[0], : self.shape[1]]
             total = dw.contiguous() if total is None else total.add_(dw)
         if for_hidden:
             dx = product(
@@ -142,5 +125,5 @@ class FP8HeadProducts:
                 out_dtype=hidden.dtype,
                 **options["dgrad"],
             )
-            dx = dx[: hidden.shape[0], : self._shape[1]]
+            dx = dx[: hidden.shape[0], : self.shape[1]]
         return dx, total

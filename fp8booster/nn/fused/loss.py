@@ -12,8 +12,7 @@ only backward knows: there the gradients are those of the sum, the weight's in F
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -47,7 +46,7 @@ SPENT = (
 
 
 def default_chunk(tokens: int, vocabulary: int, features: int, bytes_each: int) -> int:
-    """Tokens a chunk: chunks of one size whose logits stay within `CHUNK_BYTES`, or within half of the head's weight.
+    """Return tokens a chunk: chunks of one size whose logits stay within `CHUNK_BYTES`, or half of the head's weight.
 
     Each chunk reads and writes the weight's gradient. Of Command-R's head, 256000 x 8192, 1024 tokens a chunk made
     that product take 61 ms for 8192 tokens, in place of 44 (benchmarks/results/h200/one-gpu.md).
@@ -63,8 +62,7 @@ def default_chunk(tokens: int, vocabulary: int, features: int, bytes_each: int) 
     return -(-tokens // (chunks * ROWS)) * ROWS
 
 
-@dataclass(frozen=True, eq=False)
-class _How:
+class _Options(NamedTuple):
     """What the loss of one call is computed by, besides its operands."""
 
     products: HeadProducts | FP8HeadProducts
@@ -75,8 +73,7 @@ class _How:
     mean: bool
     scale: float
     cap: float | None
-    wanted: tuple[bool, bool, bool]
-    """Which of hidden states, weight and bias need gradients."""
+    wanted: tuple[bool, bool, bool]  # which of hidden states, weight and bias need gradients
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -89,7 +86,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: torch.Tensor,  # [V, K]
         bias: torch.Tensor | None,  # [V]
         targets: torch.Tensor,  # [M]
-        how: _How,
+        how: _Options,
     ) -> torch.Tensor:
         in_fp16 = how.dtype is torch.float16
         one = torch.ones((), dtype=torch.float32, device=hidden.device)
@@ -121,10 +118,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             gradients[0] = hidden_gradients[0].contiguous() if one_piece else torch.cat(hidden_gradients)
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (hidden, weight, bias)]
         if not in_fp16:
-            gradients = [
-                None if gradient is None else gradient.to(of)
-                for gradient, of in zip(gradients, ctx.dtypes, strict=True)
-            ]
+            gradients = [each if each is None else each.to(of) for each, of in zip(gradients, ctx.dtypes, strict=True)]
         # an attribute, not saved tensors: what is given away must have no other holder, or autograd would copy it
         ctx.gradients, ctx.share, ctx.counted = gradients, share if in_fp16 else None, counted
         total = torch.cat(losses).sum()
@@ -176,7 +170,7 @@ def linear_cross_entropy(
     quantized_weight: QuantizedMatrix | None = None,
     vocabulary: VocabularyPart | None = None,
 ) -> torch.Tensor:
-    """`F.cross_entropy(F.linear(hidden, weight, bias).float(), targets)` with one chunk's logits alive at a time.
+    """Compute `F.cross_entropy(F.linear(hidden, weight, bias).float(), targets)` with one chunk of logits at a time.
 
     Memory: the logits of `chunk_tokens` tokens in the dtype of `hidden` (or autocast's), with `casts` as much again
     for the FP8 copies of their gradient; then, from forward to backward, the gradients of hidden states, weight and
@@ -251,9 +245,8 @@ def linear_cross_entropy(
                 quantized_weight = casts.quantize_weight(weight, transposed=wanted[0])
             elif wanted[0] and not quantized_weight.transpose.numel():
                 raise ValueError("quantized_weight has no transpose, which the gradient of hidden needs")
-            products = FP8HeadProducts(
-                quantized_weight, (rows, features), head_bias, wanted[:2], sum_dtype, casts, delivered_amax(hidden)
-            )
-    how = _How(products, vocabulary, dtype, ignore_index, chunk, reduction == "mean", scale, cap, wanted)
+            amax, shape = delivered_amax(hidden), (rows, features)
+            products = FP8HeadProducts(quantized_weight, head_bias, wanted[:2], sum_dtype, shape, casts, amax)
+    how = _Options(products, vocabulary, dtype, ignore_index, chunk, reduction == "mean", scale, cap, wanted)
     with torch.autocast(device, enabled=False):
         return _LinearCrossEntropy.apply(hidden, weight, bias, targets, how)

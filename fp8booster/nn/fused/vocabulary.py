@@ -34,19 +34,14 @@ _IGNORED, _ELSEWHERE = -1, -2
 
 @dataclass(frozen=True)
 class VocabularyPart:
-    """Which tokens the rows of a head stand for."""
+    """The tokens that the rows of a head stand for."""
 
-    tokens: int
-    """In the whole vocabulary."""
-
-    columns: int
-    """Of this rank's logits, the first so many are tokens; the others are padding, which counts for nothing."""
-
-    first: int = 0
-    """The token of the first column."""
-
-    group: dist.ProcessGroup | None = None
-    """The ranks over which the vocabulary is spread; None where this rank has all of it."""
+    tokens: int  # in the whole vocabulary
+    columns: (
+        int  # the first so many of this rank's logits are tokens; the others are padding, which counts for nothing
+    )
+    first: int = 0  # the token of the first column
+    group: dist.ProcessGroup | None = None  # over which the vocabulary is spread; None: this rank has all of it
 
     def cross_entropy(
         self,
@@ -58,7 +53,7 @@ class VocabularyPart:
         scale: float = 1.0,
         cap: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As `kernels.cross_entropy.cross_entropy`, of whole rows.
+        """Compute `kernels.cross_entropy.cross_entropy` of whole rows.
 
         Args:
             logits: [R, this rank's columns and padding]; with a factor their gradient takes their place.
