@@ -1,4 +1,4 @@
-"""What the backwards of our autograd functions have in common."""
+"""Helpers of autograd functions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.autograd import function
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Torch's `once_differentiable`, whose work is left out where nobody asks for gradients of gradients.
+    """Wrap a backward as torch's `once_differentiable`, without its work where nobody asks for gradients of gradients.
 
     Who asks for them gets an error also where the gradient that arrives is a constant, for which torch's passes what
     it gives off as one: it depends on what was saved.
@@ -30,3 +30,30 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         return checked(ctx, *gradients)
 
     return wrapper
+
+
+Map = Callable[[torch.Tensor], torch.Tensor]
+
+
+class _LinearMap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, forward: Map, backward: Map) -> torch.Tensor:
+        ctx.carry_back = backward
+        return forward(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
+        return ctx.carry_back(gradient), None, None
+
+
+def linear_map(tensor: torch.Tensor, forward: Map, backward: Map) -> torch.Tensor:
+    """Return `forward(tensor)`, differentiable.
+
+    Args:
+        tensor: of any shape.
+        forward: linear; gives another tensor object, of any shape.
+        backward: its transpose: of the gradient of what `forward` gives, that of the tensor. Neither may hold tensors
+            that need gradients.
+    """
+    return _LinearMap.apply(tensor, forward, backward)

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8booster.kernels.token_rows import sum_rows, sum_rows_backward
-from fp8booster.nn.autograd import once_differentiable
+from fp8booster.nn.autograd import linear_map, once_differentiable
 from fp8booster.nn.experts.host_copy import HostCopy
-from fp8booster.nn.linear_map import linear_map
 
 
 class Routes(NamedTuple):

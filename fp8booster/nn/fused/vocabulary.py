@@ -37,9 +37,7 @@ class VocabularyPart:
     """The tokens that the rows of a head stand for."""
 
     tokens: int  # in the whole vocabulary
-    columns: (
-        int  # the first so many of this rank's logits are tokens; the others are padding, which counts for nothing
-    )
+    columns: int  # the first so many of this rank's logits are tokens; the others are padding, which counts for nothing
     first: int = 0  # the token of the first column
     group: dist.ProcessGroup | None = None  # over which the vocabulary is spread; None: this rank has all of it
 

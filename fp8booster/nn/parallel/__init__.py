@@ -1,1 +1,1 @@
-"""What ranks exchange around the products of sharded layers, and attention over a ring of ranks."""
+"""Exchanges between ranks around the products of sharded layers, and attention over a ring of ranks."""

@@ -43,7 +43,7 @@ def ring_attention(
     scale: float | None = None,
     communication: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention of this rank's queries to the whole sequence.
+    """Attend causally from this rank's queries to the whole sequence.
 
     Args:
         q: [B, H, S, D], S the tokens of this rank's two chunks, one behind the other.
@@ -78,7 +78,7 @@ def ring_attention(
 
 
 def _by_row(boundaries: Sequence[int], length: int) -> list[list[tuple[int, int]]]:
-    """Where the sequences of each row begin and end in it."""
+    """Return where the sequences of each row begin and end in it."""
     rows: list[list[tuple[int, int]]] = [[] for _ in range(boundaries[-1] // length)]
     for begin, end in pairwise(boundaries):
         if begin < end:
@@ -102,14 +102,18 @@ class _Ring:
         self.packed = packed
 
     def peer(self, distance: int) -> int:
-        """The global number of the rank so many places on."""
+        """Return the global number of the rank so many places on."""
         return dist.get_global_rank(self.group, (self.rank + distance) % self.ranks)
 
     def rotate(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """(rank, its keys and values [2, B, H, S, D]) for all ranks from this one backwards, the next on its way."""
+        """Yield each rank, from this one backwards, and its keys and values [2, B, H, S, D], the next on their way."""
         pair = torch.stack((k, v))
         reason = uncompressed_reason(pair, pair.nbytes, self.group, self.min_bytes)
-        message = pair if reason else self._encoded(pair)
+        layout = DEFAULT.even(pair.numel())
+        message = pair
+        if not reason:
+            message = new_message(pair, layout.bytes)
+            DEFAULT.encode(pair.view(-1), message, layout)
         for step in range(self.ranks):
             if step < self.ranks - 1:
                 if reason:
@@ -127,24 +131,18 @@ class _Ring:
             if step < self.ranks - 1:
                 for work in works:
                     work.wait()
+                # the bytes go on as they came: a value that was encoded at each rank would be rounded at each
                 message = arriving
-                pair = arriving if reason else self._decoded(arriving, pair)
-
-    def _encoded(self, pair: torch.Tensor) -> torch.Tensor:
-        layout = DEFAULT.even(pair.numel())
-        message = new_message(pair, layout.bytes)
-        DEFAULT.encode(pair.view(-1), message, layout)
-        return message
-
-    def _decoded(self, message: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        pair = torch.empty_like(like)
-        DEFAULT.decode(message, pair.view(-1), DEFAULT.even(pair.numel()))
-        return pair
+                if reason:
+                    pair = arriving
+                else:
+                    pair = torch.empty_like(pair)
+                    DEFAULT.decode(message, pair.view(-1), layout)
 
     def blocks(
         self, source: int, shape: torch.Size, lengths: tuple[int, ...] | None
     ) -> Iterator[tuple[Index, Index, bool]]:
-        """Which queries attend to which keys of a rank: all of those that precede them; and whether they are the same.
+        """Yield queries, the keys of a rank that precede them and that they attend to, and whether both are the same.
 
         Of an earlier rank's chunks the second follows all queries here; of a later one's queries those of the first
         chunk here precede all.
@@ -165,9 +163,10 @@ class _Ring:
     def _packed_blocks(
         self, source: int, tokens: int, sequences: list[tuple[int, int]]
     ) -> Iterator[tuple[slice, slice, bool]]:
-        """The same of one row, whose chunks have so many tokens."""
-        for here, query_chunk in enumerate(self._chunks(self.rank)):
-            for there, key_chunk in enumerate(self._chunks(source)):
+        """Yield the same of one row, whose chunks have so many tokens."""
+        own, others = ((rank, 2 * self.ranks - 1 - rank) for rank in (self.rank, source))
+        for here, query_chunk in enumerate(own):
+            for there, key_chunk in enumerate(others):
                 if key_chunk > query_chunk:
                     continue
                 for begin, end in sequences:
@@ -176,12 +175,9 @@ class _Ring:
                     if queries is not None and keys is not None:
                         yield queries, keys, key_chunk == query_chunk
 
-    def _chunks(self, rank: int) -> tuple[int, int]:
-        return rank, 2 * self.ranks - 1 - rank
-
 
 def _overlap(begin: int, end: int, start: int, tokens: int, place: int) -> slice | None:
-    """What of a chunk, which lies at a place, is in a sequence."""
+    """Return what of a chunk, which lies at a place, is in a sequence."""
     begin, end = max(begin - start, 0), min(end - start, tokens)
     return slice(place + begin, place + end) if begin < end else None
 
@@ -268,7 +264,7 @@ def _deliver(
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention, [B, H, S, D], and the log-sum-exp of its scores, [B, H, S] in float32; k and v are [B, Hkv, S', D]."""
+    """Attend, [B, H, S, D]; return the log-sum-exp of the scores too, FP32 [B, H, S]. k and v are [B, Hkv, S', D]."""
     k, v = _repeated(k, q), _repeated(v, q)
     if q.is_cuda:
         output, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention.default(
@@ -289,7 +285,7 @@ def attend_backward(
     causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v, from output and log-sum-exp of the attention to all keys, of which k are some."""
+    """Return gradients of q, k and v from output and log-sum-exp of the attention to all keys, of which k are some."""
     lse, shape = lse.contiguous(), k.shape
     k, v = _repeated(k, q), _repeated(v, q)
     if q.is_cuda:
@@ -305,11 +301,11 @@ def attend_backward(
 
 
 def _repeated(heads: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Each head of keys or values as often as queries share it."""
+    """Return each head of keys or values as often as queries share it."""
     groups = q.shape[1] // heads.shape[1]
     return heads if groups == 1 else heads.repeat_interleave(groups, 1)
 
 
 def _added_up(gradient: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """The gradient of heads, of the given shape, from that of `_repeated` ones."""
+    """Return the gradient of heads, of the given shape, from that of `_repeated` ones."""
     return gradient if gradient.shape == shape else gradient.unflatten(1, (shape[1], -1)).sum(2)

@@ -49,12 +49,12 @@ _GATHER = "all_gather_into_tensor"
 
 
 def min_bytes(communication: bool) -> int | None:
-    """For the collectives: their own, or more than any payload, so that all is sent uncompressed, and counted so."""
+    """Return the collectives' own least size, or one above any payload: all is sent uncompressed, and counted so."""
     return None if communication else 2**62
 
 
 class _Parallel(Exchange):
-    """What the exchanges of a process group share.
+    """Base of the exchanges of a process group.
 
     Args:
         group: the ranks that hold the weight.
@@ -72,7 +72,7 @@ class ColumnParallel(_Parallel):
     """The weight's output features are spread; each rank has the whole input."""
 
     def input_gradient(self, gradient: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """The sum over ranks."""
+        """Begin to sum over ranks, while wgrad runs."""
         work = comm.all_reduce(gradient, group=self.group, async_op=True, min_bytes=self.min_bytes)
         return partial(_waited_for, gradient, work)
 
@@ -81,14 +81,14 @@ class RowParallel(_Parallel):
     """The weight's input features are spread, and so are the input's. A bias is added after it, by the caller."""
 
     def output(self, output: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks."""
+        """Sum over ranks."""
         output = unaliased(output)
         comm.all_reduce(output, group=self.group, min_bytes=self.min_bytes)
         return output
 
 
 class _SequenceParallel(_Parallel):
-    """What the exchanges along a sequence share.
+    """Base of the exchanges along a sequence.
 
     Args:
         dimension: of the input, in which the sequence lies; not the last.
@@ -108,7 +108,7 @@ class _SequenceParallel(_Parallel):
         return sequence
 
     def _gather(self, role: str, part: torch.Tensor, casts: Casts, *, plain: bool, transposed: bool) -> QuantizedMatrix:
-        """A tensor of which each rank has a part of the sequence, in FP8, as a matrix of its last dimension."""
+        """Gather a tensor of which each rank has a part of the sequence, in FP8, as a matrix of its last dimension."""
         matrix = part.detach().reshape(-1, part.shape[-1])
         if casts.scaling.granularity != "tensorwise" or not self.communication:
             # each layout of a matrix with finer scales is a cast of its own, which needs all of the matrix
@@ -137,7 +137,7 @@ class _SequenceParallel(_Parallel):
         return gathered.movedim(0, sequence).flatten(sequence, sequence + 1)
 
     def _reduce_scatter(self, whole: torch.Tensor, *, asynchronous: bool) -> Callable[[], torch.Tensor]:
-        """Give each rank its part of the sequence of the sum over ranks, or begin to; returns what waits for it."""
+        """Give each rank its part of the sequence of the sum over ranks, or begin to; return what waits for it."""
         sequence = self._sequence(whole.dim())
         length = whole.shape[sequence]
         if length % self.ranks:
@@ -168,7 +168,7 @@ class SequenceColumn(_SequenceParallel):
         self.input_key = group, dimension, communication  # layers of one group share what they gather
 
     def shape(self, input_shape: torch.Size) -> tuple[int, ...]:
-        """That of the gathered input."""
+        """Return the shape of the gathered input."""
         sequence = self._sequence(len(input_shape))
         return (*input_shape[:sequence], input_shape[sequence] * self.ranks, *input_shape[sequence + 1 :])
 
@@ -177,7 +177,7 @@ class SequenceColumn(_SequenceParallel):
         return self._gather(INPUT, input, casts, plain=True, transposed=transposed)
 
     def input_gradient(self, gradient: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """This rank's part of the sum over ranks."""
+        """Begin to sum over ranks this rank's part, while wgrad runs."""
         return self._reduce_scatter(gradient, asynchronous=True)
 
 
@@ -188,7 +188,7 @@ class SequenceRow(_SequenceParallel):
     """
 
     def output(self, output: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the sum over ranks."""
+        """Return this rank's part of the sum over ranks."""
         return self._reduce_scatter(unaliased(output), asynchronous=False)()
 
     def output_gradient(
