@@ -1,4 +1,4 @@
-"""peft's adapters on FP8 layers: what it changes unseen, and what it would do with a weight that is kept in FP8 alone.
+"""peft's adapters on FP8 layers: their changes of base weights unseen, and base weights that are kept in FP8 alone.
 
 peft adds an adapter's product to the base weight through `.data`, which torch does not count as a change, and so it
 takes out the part that some adapters begin as. It reads the adapter's weights itself, which may have no values in 16
@@ -53,18 +53,18 @@ before_decoding.append(follow_merges)  # peft may be imported later than this, a
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether a module is peft's around a layer."""
+    """Tell whether a module is peft's around a layer."""
     tuners = sys.modules.get("peft.tuners.tuners_utils")
     return tuners is not None and isinstance(module, tuners.BaseTunerLayer)
 
 
 def changes_base(init_lora_weights: object) -> bool:
-    """Whether peft begins LoRA by a change of the weight that it is on."""
+    """Tell whether peft begins LoRA by a change of the weight that it is on."""
     return isinstance(init_lora_weights, str) and init_lora_weights.lower().startswith(_TAKEN_OUT)
 
 
 def merged_weight(adapters: nn.Module) -> torch.Tensor:
-    """The value of a layer's weight with its active adapters, FP32, as it lies; model and adapters stay as they are.
+    """Return a layer's weight with its active adapters, FP32, as it lies; model and adapters stay as they are.
 
     Args:
         adapters: for which `is_adapted`.
@@ -97,7 +97,7 @@ def _subclasses(base: type[Any]) -> Iterator[type]:
 
 
 def _followed(change: Callable[..., None]) -> Callable[..., None]:
-    """A method of adapters that changes the base weight, before which weights get values, and after it a new cast."""
+    """Wrap a method of adapters that changes the base weight: before it weights get values, after it a new cast."""
 
     @functools.wraps(change)
     def followed(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -121,7 +121,7 @@ def _followed(change: Callable[..., None]) -> Callable[..., None]:
 
 
 def _not_of_frozen(begin: Callable[..., None]) -> Callable[..., None]:
-    """A method of adapters that takes them out of the base weight, which is refused where that is kept in FP8 alone."""
+    """Wrap a method that takes adapters out of the base weight: it is refused where that is kept in FP8 alone."""
 
     @functools.wraps(begin)
     def refusing(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -137,7 +137,7 @@ def _not_of_frozen(begin: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def _thawed(base: FrozenLayer, adapters: Any) -> Iterator[None]:
-    """A frozen layer is one with an FP32 weight in the block; the cast of what that is then is its weight after it.
+    """Make a frozen layer one with an FP32 weight, in the block; the cast of what that is then is its weight after it.
 
     The bytes before the first merge are kept, and come back when all is unmerged: to cast a decoded weight again may
     round it again.
@@ -162,7 +162,7 @@ def _thawed(base: FrozenLayer, adapters: Any) -> Iterator[None]:
 
 
 def _with_frozen_product(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The forward of a LoRA layer, which for a frozen weight in FP8 is one function with the base's product."""
+    """Wrap the forward of a LoRA layer: for a frozen weight in FP8 it is one function with the base's product."""
 
     @functools.wraps(forward)
     def with_frozen_product(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -173,7 +173,7 @@ def _with_frozen_product(forward: Callable[..., torch.Tensor]) -> Callable[..., 
 
 
 def _with_frozen_base(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The forward of a DoRA layer (Liu et al., arXiv 2402.09353) that multiplies by a frozen weight in FP8.
+    """Wrap the forward of a DoRA layer (Liu et al., arXiv 2402.09353), to multiply by a frozen weight in FP8.
 
     peft multiplies by `weight` itself, which autograd would keep decoded.
     """

@@ -22,22 +22,19 @@ _WRAPPERS = re.compile(r"(^|\.)(_fsdp_wrapped_module|_checkpoint_wrapped_module|
 class HeldCasts(NamedTuple):
     """A place where casts are held."""
 
-    name: str
-    """Of the layer, or of those that run as one."""
+    name: str  # of the layer, or of those that run as one
     holder: Any
-    part: str | None
-    """Of experts, which of their products."""
-    weights: Sequence[tuple[str, int]] = ()
-    """Names of layers whose weights are stacked, with the rows of each; empty for one weight."""
+    part: str | None  # of experts, which of their products
+    weights: Sequence[tuple[str, int]] = ()  # layers whose weights are stacked, with the rows of each; one: empty
 
     def get(self) -> Casts | None:
-        """Those that are held; None where the layer is in FP8 no more."""
+        """Return the casts; None where the layer is in FP8 no more."""
         held = getattr(self.holder, "fp8_casts", None)
         return held if self.part is None or held is None else held.get(self.part)
 
 
 def held_casts(model: nn.Module) -> Iterator[HeldCasts]:
-    """All that FP8 layers of a model hold."""
+    """Find all casts that FP8 layers of a model hold."""
     names = {module: plain_name(name) for name, module in model.named_modules()}
     for module, name in names.items():
         if isinstance(module, FP8Layer):
@@ -54,7 +51,7 @@ def held_casts(model: nn.Module) -> Iterator[HeldCasts]:
 
 
 def remembered_amaxes(model: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
-    """What scaling remembers of this rank's layers, by name and role: ask between two steps."""
+    """Return the amaxes that scaling remembers of this rank's layers, by name and role: ask between two steps."""
     found = {held.name: casts.saved for held in held_casts(model) if (casts := held.get()) is not None}
     return {name: amaxes for name, amaxes in found.items() if amaxes}
 
@@ -75,12 +72,12 @@ def forget_step(model: nn.Module) -> None:
 
 
 def plain_name(name: str) -> str:
-    """A module's name without what wrappers add to it."""
+    """Return a module's name without what wrappers add to it."""
     return _WRAPPERS.sub("", name).lstrip(".")
 
 
 def joined(names: Sequence[str]) -> str:
-    """One name for layers that share a cast: model.layers.0.self_attn.q_proj+k_proj+v_proj."""
+    """Return one name for layers that share a cast: model.layers.0.self_attn.q_proj+k_proj+v_proj."""
     parent = names[0].rpartition(".")[0]
     if all(name.rpartition(".")[0] == parent for name in names):
         return names[0] + "".join("+" + name.rpartition(".")[2] for name in names[1:])

@@ -1,4 +1,4 @@
-"""Which modules' forwards bound how long layers of one input share its cast."""
+"""Hooks on the modules within whose forward layers of one input share its cast."""
 
 from __future__ import annotations
 

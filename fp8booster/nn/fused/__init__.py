@@ -49,7 +49,7 @@ def fuse(model: nn.Module, replaced_attention: ReplacedAttention | None = None) 
 
 
 def fused_summary(model: nn.Module) -> str:
-    """What of a model is fused as it is now, and what is not, in a line."""
+    """Say in a line what of a model is fused as it is now, and what is not."""
     layers = sum(isinstance(module, FusedDecoderLayer) for module in model.modules())
     apart = Counter(merged.why_not_merged for merged in merged_linears(model) if merged.why_not_merged is not None)
     left = "; ".join(

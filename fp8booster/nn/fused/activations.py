@@ -1,4 +1,4 @@
-"""What the activations of torch and transformers compute, by exact class: they have state, so no trial would tell."""
+"""Names of what torch's and transformers' activations compute, by exact class: they have state, so no trial tells."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def fused_kind(activation: Any) -> str | None:
 
 
 class _Rule(NamedTuple):
-    """How to tell what a module of a class computes."""
+    """Tells what a module of a class computes."""
 
     forward: Callable  # that the class was written with: someone may replace it
     kind: Callable[[Any], str | None]  # of a module, from its attributes

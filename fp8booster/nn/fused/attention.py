@@ -140,7 +140,7 @@ def why_one_by_one(query: torch.Tensor) -> str | None:
 
 
 class _Scores(NamedTuple):
-    """Which scores count in the attention within sequences, and how."""
+    """Options of the scores in the attention within sequences."""
 
     sequences: Sequences
     window: int | None

@@ -41,7 +41,7 @@ def dropout_of(attention: Any) -> Any:
 
 
 class Rotation(NamedTuple):
-    """How an attention rotates heads, in the words of `kernels.rope`."""
+    """The rotation of an attention's heads, in the words of `kernels.rope`."""
 
     rotates: bool = True
     interleaved: bool = False
@@ -56,14 +56,14 @@ ANGLES = ("places", "pairs", "complex")
 
 
 class Form(NamedTuple):
-    """What an attention does between its products, besides to attend."""
+    """The work of an attention between its products, besides to attend."""
 
     rotation: Rotation = Rotation()
     angles: str = "places"  # what position embeddings are: one of `ANGLES`
     grouped: bool = False  # in the product of one layer for q, k and v, those of each head of keys lie together
     outputs: int = 2  # how many things it gives: a third is the cache that it was given
-    hangs_on: tuple[tuple[str, Any], ...] = ()
-    """Attributes that one of the two forwards alone reads, those of the configuration as "config.NAME", and values."""
+    hangs_on: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+    """Attributes that one of the two forwards alone reads, of the attention and of its configuration."""
 
     fused: bool = True  # its own forward computes the same
     normed_last: bool = False  # the norms of queries and keys come after the rotation, as in LLaMA 4
@@ -91,11 +91,8 @@ def cos_and_sin(position_embeddings: Any, angles: str) -> tuple[torch.Tensor, to
 
 def is_of_form(attention: Any, form: Form) -> bool:
     """Tell whether what the form of an attention hangs on is as it was."""
-    for name, value in form.hangs_on:
-        now = _attribute(attention, name)
-        if now is not value and now != value:
-            return False
-    return True
+    own, of_config = form.hangs_on
+    return own.items() <= vars(attention).items() and of_config.items() <= vars(attention.config).items()
 
 
 def form_after_changes(attention: Any, part: Part) -> Form:
@@ -103,19 +100,18 @@ def form_after_changes(attention: Any, part: Part) -> Form:
     form = form_of(attention, part, type(attention))
     if form is not None:
         return form
-    names = [name for name, _ in attention.form.hangs_on]
-    return attention.form._replace(hangs_on=_plain_attributes(attention, names), fused=False)
+    own, of_config = attention.form.hangs_on
+    return attention.form._replace(hangs_on=_plain_attributes(attention, own, of_config), fused=False)
 
 
-def _attribute(attention: Any, name: str) -> Any:
-    _, of_config, name = name.rpartition("config.")
-    return vars(attention.config if of_config else attention).get(name)
-
-
-def _plain_attributes(attention: Any, names: Iterable[str]) -> tuple[tuple[str, Any], ...]:
-    """Return names and values, as `Form.hangs_on`, of those that are numbers and the like."""
-    held = [(name, _attribute(attention, name)) for name in sorted(names)]
-    return tuple((name, value) for name, value in held if type(value) in (bool, int, float, str, type(None)))
+def _plain_attributes(
+    attention: Any, own: Iterable[str], of_config: Iterable[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the values of these attributes, as `Form.hangs_on`, that are numbers and the like."""
+    plain = (bool, int, float, str, type(None))
+    places = (vars(attention), own), (vars(attention.config), of_config)
+    found = [{name: held[name] for name in names if type(held.get(name, names)) in plain} for held, names in places]
+    return found[0], found[1]
 
 
 @on_numbers
@@ -154,7 +150,7 @@ _LIMITS = ("sliding_window", "attention_chunk_size", "floor_scale")
 
 def _watched_form(trial: _Trial, native: type[nn.Module], fused: type[nn.Module], form: Form) -> Form | None:
     """Return a form that was found, with what it hangs on; None: it is another for other numbers, or in training."""
-    attention, reads = trial.attention, (set[str](), set[str]())
+    attention, reads = trial.attention, (_Read(), _Read())
     limits = [getattr(each, name, None) for each in (attention, attention.config) for name in _LIMITS]
     longest = min([_LONG, *(limit - 1 for limit in limits if isinstance(limit, int) and limit > 1)])
     for other in (replace(trial, training=True), replace(trial, size=5.0), replace(trial, length=longest)):
@@ -162,7 +158,17 @@ def _watched_form(trial: _Trial, native: type[nn.Module], fused: type[nn.Module]
         if right is None or not _same(found, right):
             return None
     # what both read, the fused forward reads as it is at each call
-    return form._replace(hangs_on=_plain_attributes(attention, reads[0] ^ reads[1]))
+    by_native, by_fused = reads
+    hangs_on = _plain_attributes(attention, by_native.own ^ by_fused.own, by_native.of_config ^ by_fused.of_config)
+    return form._replace(hangs_on=hangs_on)
+
+
+class _Read:
+    """Names of attributes that a forward reads."""
+
+    def __init__(self) -> None:
+        self.own: set[str] = set()
+        self.of_config: set[str] = set()
 
 
 def _same(found: tuple | None, right: tuple) -> bool:
@@ -172,7 +178,7 @@ def _same(found: tuple | None, right: tuple) -> bool:
 
 @dataclass(frozen=True)
 class _Trial:
-    """What an attention is tried on, its layers giving numbers of their own. Nothing is dropped."""
+    """Numbers and a mode on which an attention is tried, its layers giving numbers of their own. Nothing is dropped."""
 
     attention: Any
     part: Part
@@ -182,22 +188,22 @@ class _Trial:
     size: float = 1.0  # of the numbers
     training: bool = False
 
-    def run(self, cls: type[nn.Module], form: Form | None = None, read: set[str] | None = None) -> tuple | None:
+    def run(self, cls: type[nn.Module], form: Form | None = None, read: _Read | None = None) -> tuple | None:
         """Return what the forward of a class gives; None: it fails.
 
         Args:
             cls: whose forward.
             form: of a fused one.
-            read: gets the names of attributes that are read, and "config." with those of the configuration.
+            read: gets the names of attributes that are read.
         """
         return tried(self._attended, cls, form, read)
 
-    def _attended(self, cls: type[nn.Module], form: Form | None, read: set[str] | None) -> tuple:
+    def _attended(self, cls: type[nn.Module], form: Form | None, read: _Read | None) -> tuple:
         probe = self._probe(form)
         change_class(probe, cls)
         if read is not None:
-            vars(probe)["config"] = _WatchedConfig(self.attention.config, read)
-            watch(probe, read)
+            vars(probe)["config"] = _WatchedConfig(self.attention.config, read.of_config)
+            watch(probe, read.own)
         embeddings, mask = self._embeddings(), None
         if has_sinks(self.attention):
             if form is None:
@@ -261,7 +267,7 @@ class _WatchedConfig:
         self.__dict__.update(_config=config, _read=read)
 
     def __getattr__(self, name: str) -> Any:
-        self._read.add(f"config.{name}")
+        self._read.add(name)
         return getattr(self._config, name)
 
 

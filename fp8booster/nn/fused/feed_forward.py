@@ -26,13 +26,11 @@ class FusedMLP(FusedPart):
 
     @property
     def why_not_now(self) -> str | None:
-        """Why it is not fused as it is now; None: it is."""
-        if not self.is_as_tried:
-            return "the forward of its class was replaced"
+        """The reason why it is not fused as it is now; None: it is."""
         activation = getattr(self, self.activation)
-        if activation_kind(activation) is None:
+        if self.why_replaced is None and activation_kind(activation) is None:
             return f"its activation is {type(activation).__name__} now"
-        return None if self.kind is not None else "its activation has hooks or a forward of its own"
+        return self.why_replaced or (None if self.kind else "its activation has hooks or a forward of its own")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         kind = None if torch.compiler.is_compiling() or not self.training else self.kind
@@ -50,7 +48,7 @@ class FusedGatedMLP(FusedMLP):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """As transformers', with one product for gate and up."""
-        if not self.is_as_tried:
+        if self.why_replaced is not None:
             return super(FusedMLP, self).forward(x)
         output = getattr(self, self.part.output)
         gate_up = self.merged_product(x)

@@ -63,7 +63,7 @@ def default_chunk(tokens: int, vocabulary: int, features: int, bytes_each: int) 
 
 
 class _Options(NamedTuple):
-    """What the loss of one call is computed by, besides its operands."""
+    """Everything that the loss of one call is computed by, besides its operands."""
 
     products: HeadProducts | FP8HeadProducts
     vocabulary: VocabularyPart

@@ -57,7 +57,7 @@ class Merged:
 
     @property
     def why_not_merged(self) -> str | None:
-        """Why the products run one by one in training, as far as it is known; None where they run as one."""
+        """The reason why the products run one by one in training, as far as it is known; None: they run as one."""
         return self._why_never()
 
     @property

@@ -28,10 +28,9 @@ class FusedNorm(Fused):
 
     @property
     def why_not_now(self) -> str | None:
-        """Why it is not fused as it is now; None: it is."""
-        if not self.is_as_tried:
-            return "the forward of its class was replaced"
-        return "its weight was taken out" if self.computes.weighted and self.weight is None else None
+        """The reason why it is not fused as it is now; None: it is."""
+        taken_out = self.computes.weighted and self.weight is None
+        return self.why_replaced or ("its weight was taken out" if taken_out else None)
 
     @property
     def takes_terms(self) -> bool:

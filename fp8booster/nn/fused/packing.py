@@ -143,7 +143,7 @@ def positions_in(sequences: Sequences, tokens: tuple[int, int]) -> torch.Tensor:
 
 
 class _Thread(threading.local):
-    """What a thread computes now: threads may share a model."""
+    """State of one thread: threads may share a model."""
 
     def __init__(self) -> None:
         # those of its batch, by the model's packing

@@ -30,10 +30,11 @@ class Fused(nn.Module):
         return {"tried": (original, original.forward)}
 
     @property
-    def is_as_tried(self) -> bool:
-        """Tell whether that class has this forward still: someone may replace it for all its modules."""
+    def why_replaced(self) -> str | None:
+        """The reason why it runs as its class does now; None: that is as it was tried."""
         original, forward = self.tried
-        return original.forward is forward
+        # someone may replace the forward of that class for all its modules
+        return None if original.forward is forward else "the forward of its class was replaced"
 
 
 class FusedPart(Fused):

@@ -29,7 +29,7 @@ observers: list[Observer] = []
 
 
 class Saving(NamedTuple):
-    """What a fused norm or activation keeps for backward."""
+    """Tensors that a fused norm or activation keeps for backward."""
 
     in_8_bits: bool = False
     """What it read is saved as 8-bit codes."""

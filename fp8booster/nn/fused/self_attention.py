@@ -125,7 +125,7 @@ class FusedAttention(MergedAttention):
 
     def look_at_attributes(self) -> None:
         """Find the form anew where attributes have changed."""
-        if self.form.hangs_on and not is_of_form(self, self.form):
+        if not is_of_form(self, self.form):
             self.form = form_after_changes(self, self.part)
 
     @property
@@ -136,9 +136,9 @@ class FusedAttention(MergedAttention):
 
     @property
     def why_not_now(self) -> str | None:
-        """Why it is not fused as it is now; None: it is."""
-        if not self.is_as_tried:
-            return "the forward of its class was replaced"
+        """The reason why it is not fused as it is now; None: it is."""
+        if self.why_replaced is not None:
+            return self.why_replaced
         for norm in head_norms(self):
             if not (isinstance(norm, HeadNorms) or (isinstance(norm, FusedNorm) and norm.why_not_now is None)):
                 return "a norm of its heads was replaced by one that has no fused form"

@@ -107,7 +107,7 @@ def _is_code(cls: type[nn.Module], name: str) -> bool:
 
 
 class Norm(NamedTuple):
-    """What a norm computes."""
+    """The computation of a norm."""
 
     centered: bool  # layer norm; RMS norm else
     unit_offset: bool  # it multiplies by 1 + weight

@@ -50,7 +50,7 @@ class _Kind:
 
 @dataclass(eq=False)
 class _Shared:
-    """What the captured layers of a model have in common."""
+    """State that the captured layers of a model share."""
 
     only_where_host_limits: bool  # leave alone what the GPU takes longer for than the host
     failure: str | None = None  # why a capture broke off: the memory that it took is lost, so no other is tried

@@ -51,7 +51,7 @@ def rebuild(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
 
 
 class Moved(Exception):
-    """What the graphs read lies elsewhere now; they are of no use."""
+    """The graphs are of no use: what they read lies elsewhere now."""
 
 
 _LIVE: weakref.WeakSet[GraphPair] = weakref.WeakSet()  # all that have graphs

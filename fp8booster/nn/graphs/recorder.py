@@ -64,5 +64,5 @@ class Recorder:
 
 
 def recorder_for(device: torch.device) -> Recorder | None:
-    """What captures work of a device; None where it has no CUDA graphs."""
+    """Return what captures work of a device; None where it has no CUDA graphs."""
     return Recorder(device) if device.type == "cuda" else None
