@@ -118,8 +118,8 @@ def _smooth(model: nn.Module) -> None:
             output.fp8_casts, smoothed = Casts(output.fp8_config, ChannelFactors), True
     if asked and not smoothed:
         warnings.warn(
-            'FP8Config(scaling="smooth-swiglu") has no effect: no fused feed-forward block has SwiGLU before a layer in FP8; '
-            "leave it out",
+            'FP8Config(scaling="smooth-swiglu") has no effect: no fused feed-forward block has SwiGLU before a layer '
+            "in FP8; leave it out",
             stacklevel=3,
         )
 

@@ -22,7 +22,7 @@ class FusedMLP(FusedPart):
     @property
     def kind(self) -> str | None:
         """The kernel's name of the activation as it is now; None: the activation runs itself."""
-        return fused_kind(getattr(self, self.activation))
+        return fused_kind(self._modules[self.activation])
 
     @property
     def why_not_now(self) -> str | None:
@@ -50,7 +50,7 @@ class FusedGatedMLP(FusedMLP):
         """As transformers', with one product for gate and up."""
         if self.why_replaced is not None:
             return super(FusedMLP, self).forward(x)
-        output = getattr(self, self.part.output)
+        output: Any = self._modules[self.part.output]
         gate_up = self.merged_product(x)
         if gate_up is not None and (kind := self.kind) is not None:
             return output(activate(gate_up, kind, gated=True, saving=Saving.of_activation(self.fused_config)))

@@ -88,7 +88,9 @@ class Merged:
         return why is None
 
     def _bias(self) -> torch.Tensor | None:
-        if self.layers[0].bias is None:
+        held = self.layers[0]._parameters
+        # torch looks a parameter up by a function in Python
+        if (held["bias"] if "bias" in held else self.layers[0].bias) is None:
             return None
         return torch.cat([layer.bias for layer in self.layers])
 
@@ -141,7 +143,8 @@ class MergedLayers(Merged):
     @property
     def fused_config(self) -> FP8Config | None:
         """As `Merged.fused_config`; a layer may have been taken out of FP8 since."""
-        return config_around(self.layers)
+        casts = vars(self.layers[0]).get("fp8_casts")
+        return config_around(self.layers) if casts is None else casts.config
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor | None:
         """As `Merged.__call__`; None too where BF16 is faster."""
@@ -166,20 +169,16 @@ class MergedLayers(Merged):
         """Return the weights of layers for which `_why_never` has no reason at first sight: None: it must be asked."""
         if self._why_replaced is not None or self.fp8_weight.refusal is not None:
             return None
-        first = self.layers[0]
-        if type(first) is not FP8Linear:
-            return None
-        config, biased = first.fp8_config, first._parameters.get("bias") is not None
-        weights = []
+        weights, seen = [], set()
         for layer in self.layers:
             held = vars(layer)
             weight, bias = map(held["_parameters"].get, ("weight", "bias"))
-            if type(layer) is not FP8Linear or weight is None or (bias is not None) != biased:
+            if type(layer) is not FP8Linear or weight is None or "forward" in held or any(hooks_of(layer)):
                 return None
-            if held["fp8_casts"].config is not config or "forward" in held or any(hooks_of(layer)):
-                return None
+            config = held["fp8_casts"].config
             weights.append(weight)
-        return None if config.rowwise else weights
+            seen.add((id(config), bias is None))
+        return weights if len(seen) == 1 and not config.rowwise else None
 
     def _product(self, input: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
         first = self.layers[0]

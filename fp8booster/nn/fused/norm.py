@@ -47,12 +47,12 @@ class FusedNorm(Fused):
         saving: Saving = PLAIN,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Return the norm of `hidden_states + residual`; with `both`, that sum too. `saving`: how the sum is saved."""
-        if self.why_not_now is not None:
+        centered, unit_offset, epsilon, weighted, biased = self.computes
+        weight: Any = self.weight if weighted else hidden_states.new_ones(hidden_states.shape[-1])
+        if weight is None or self.why_replaced is not None:
             h = hidden_states if residual is None else hidden_states + residual
             y = super().forward(h)
             return (y, h) if both else y
-        centered, unit_offset, epsilon, weighted, biased = self.computes
-        weight: Any = self.weight if weighted else hidden_states.new_ones(hidden_states.shape[-1])
         if weight.dim() > 1 and weight.shape != hidden_states.shape[-weight.dim() :]:
             shape = list(hidden_states.shape)
             raise ValueError(f"a norm with weights {list(weight.shape)} was given {shape}; give it those heads")

@@ -106,7 +106,8 @@ class FusedAttention(MergedAttention):
         if qkv is None:  # in evaluation, or with an adapter
             qkv = torch.cat([getattr(self, name)(hidden_states) for name in self.part.merged], -1)
         qkv = self.before_attention(qkv)
-        query, key, value = (heads.transpose(1, 2) for heads in self.rotated(qkv, angles))
+        query, key, value = self.rotated(qkv, angles)
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         cache = self.cache_in(arguments)
         if cache is not None:
             key, value = self.cached(key, value, cache, arguments)

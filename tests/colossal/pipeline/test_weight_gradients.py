@@ -33,13 +33,7 @@ def forward(x: torch.Tensor, weight: nn.Parameter, held: object = None) -> torch
     defer = None if held is None else defer_weight_gradient(held)
     x8 = Casts(CONFIG).quantize(INPUT, x, transposed=True)
     return linear_from_quantized(
-        x,
-        weight,
-        None,
-        x8,
-        Casts(CONFIG).quantize_weight(weight, transposed=True),
-        Casts(Casts(Casts(CONFIG))),
-        defer=defer,
+        x, weight, None, x8, Casts(CONFIG).quantize_weight(weight, transposed=True), Casts(CONFIG), defer=defer
     )
 
 

@@ -10,8 +10,8 @@ from benchmarks.training import one_layer
 from fp8booster import FP8Config
 from fp8booster.training.models import MODELS
 
-MOST = 710
-"""Calls of Python functions in one step, more than those of the plain layer: 706 with Python 3.11 and torch 2.13."""
+MOST = 720
+"""Calls of Python functions in one step, more than those of the plain layer: 714 with Python 3.11 and torch 2.13."""
 
 
 def layer(name: str) -> one_layer.Forward:

@@ -23,7 +23,7 @@ def linear(x, w, bias=None, config=None, defer=None) -> torch.Tensor:
     config = FP8Config() if config is None else config
     x8 = Casts(config).quantize(INPUT, x, transposed=True)
     return linear_from_quantized(
-        x, w, bias, x8, Casts(config).quantize_weight(w, transposed=True), Casts(Casts(Casts(config))), defer=defer
+        x, w, bias, x8, Casts(config).quantize_weight(w, transposed=True), Casts(config), defer=defer
     )
 
 

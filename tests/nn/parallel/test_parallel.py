@@ -87,7 +87,7 @@ def run_layer(
         leaves[2] if b is not None else None,
         exchange.input(leaves[0], Casts(config), transposed=True),
         Casts(config).quantize_weight(w, transposed=True),
-        Casts(Casts(Casts(config))),
+        Casts(config),
         defer=defer,
         exchange=exchange,
         weight_is_transposed=transposed,
@@ -157,7 +157,7 @@ def test_a_checkpoint_may_keep_products_that_are_summed_over_ranks() -> None:
                 exchange.input(leaf, Casts(config), transposed=False),
                 Casts(config).quantize_weight(w, transposed=True),
             )
-            return linear_from_quantized(leaf, w, None, *quantized, config, exchange=exchange).sin()
+            return linear_from_quantized(leaf, w, None, *quantized, Casts(config), exchange=exchange).sin()
 
         checkpoint(block, leaf, use_reentrant=False, context_fn=context).backward(whole.dy)
         gradients.append(leaf.grad)
