@@ -123,7 +123,7 @@ def rope_cases(device: torch.device, shapes: list[tuple[int, ...]]) -> Iterator[
         if "groups" in pairs:
             pairs = {"groups": keys}
         name = f"{batch} {sequence} {queries}+{keys} heads of {size}, {turned} rotated {dtype}{kind}"
-        for angle_batch in {1, batch}:
+        for angle_batch in {1, batch} if not kind else {batch}:  # which token's angles, whatever the pairs
             angle = _random(angle_batch, sequence, turned, dtype=torch.float32, device=device)
             cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
             qkv = _random(batch, sequence, queries + 2 * keys, size, dtype=dtype, device=device)

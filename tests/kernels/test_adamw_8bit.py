@@ -249,8 +249,9 @@ def updates_differ(device: str) -> list[str]:
     found = []
     divisor = torch.tensor(3.0, device=device)
     both = (torch.bfloat16, torch.float32)
-    # how weights decay is a matter of values, not of how many there are
-    for count, dtype, decoupled in [*product(COUNTS, both, (True,)), *product((1000,), both, (False,))]:
+    # how weights decay and what they are held in is a matter of values, not of how many there are
+    kinds = [*((count, torch.bfloat16, True) for count in COUNTS), *product((1000,), both, (False,))]
+    for count, dtype, decoupled in [*kinds, (257, torch.float32, True)]:
         rates = RATES._replace(decoupled=decoupled)
         ours = tensors(count, dtype, device)
         ours[0][::3] *= torch.zeros_like(ours[0][::3])  # whatever their low bits are
