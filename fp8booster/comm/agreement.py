@@ -89,6 +89,7 @@ class GroupCalls:
         self.count = 0
         self.known: set[tuple] = set()
         self.ranks, self.rank = group.size(), dist.get_rank()
+        # torch keeps its own keys of the group there
         self.store: dist.Store = dist.PrefixStore("fp8booster", _get_process_group_store(group))
         self.left = LeftKeys(group, self.store)
         self.always = dist.get_debug_level() != dist.DebugLevel.OFF
@@ -143,6 +144,7 @@ class Claim:
         calls = self._calls
         calls.left.keys.update(map(self._key, _KEYS))
         mine = f"rank {calls.rank} calls {self._text}"
+        # one step, by which exactly one rank is first
         first = calls.store.compare_set(self._key("first"), "", mine).decode()
         if first.split(" ", 2)[2] != mine.split(" ", 2)[2]:
             differ = f"{first}; {mine}"

@@ -114,12 +114,15 @@ class AutomaticScaling:
         dist.all_reduce(amax, ReduceOp.MAX, group)
         if self._mu_is_set is not None:  # by another stream
             self._mu_is_set.wait()
+        # with the scale of the largest on any rank no rank saturates by itself; mu leaves room for the sum
         scales, inverse_scales = scales_of(amax, self.mu)
         encoded = cast_tensors(values, sizes, scales)
         total = _sum_in_fp8(encoded, group)
         call.settle(input.device)
+        # the sum as well: it saturates where each part does not
         self._count(encoded)
         self._count(total)
+        # a mean is in the scale: no pass of its own
         inverse_scales = inverse_scales * factor_of(op, ranks)
         for part, inverse_scale, out in zip(total.split(sizes), inverse_scales, sums.split(sizes), strict=True):
             out.copy_(part.float() * inverse_scale)
@@ -156,6 +159,7 @@ class AutomaticScaling:
 
     def _set_mu(self, counts: Tensor) -> None:
         saturated, cast = counts.double()
+        # on the device, where the counts are: the host need not wait for them
         factor = torch.where(saturated > SATURATED_AT_MOST * cast, self.mu.new_full((), 0.5), GROWTH)
         self.mu *= torch.where(cast > 0, factor, 1.0)
 
@@ -175,6 +179,7 @@ class AutomaticScaling:
 def scales_of(amax: Tensor, mu: Tensor | float) -> tuple[Tensor, Tensor]:
     """Scales and inverse scales of tensors whose largest magnitudes over all ranks are `amax`, float32 [tensors]."""
     scales, _ = scale_of(amax, FORMAT)
+    # beyond it the inverse scale would be subnormal
     scales = (scales * mu).clamp(max=MAX_SCALE)
     return scales, (1.0 / scales.double()).float()
 

@@ -112,11 +112,13 @@ class FinishingWork(Work):
         return self._outputs
 
     def _finish(self) -> None:
+        # a future's callback runs on a thread of the backend, while the caller may wait
         with self._lock:
             if self._unfinished is None:
                 return
             if self._claim is not None:
                 self._claim.settle(self._outputs[0].device)
+            # behind the comparison: ranks that disagree sent each other something else
             self._unfinished.finish()
             for message in self._unfinished.messages:
                 if message.is_cuda:  # made on another stream, whose next message must not overwrite it yet

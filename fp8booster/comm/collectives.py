@@ -45,6 +45,7 @@ def all_reduce(
             tensor.detach().div_(ranks)
             op = ReduceOp.SUM
         return call.finish(dist.all_reduce(tensor, op, call.group, async_op), [tensor])
+    # pieces of whole 16 values, so that each begins where kernels can move whole vectors; the last is padded
     layout = encoding.even(aligned(math.ceil(count / ranks)), ranks)
     values, piece, factor = flat(tensor, "tensor"), layout.piece, factor_of(op, ranks)
 
@@ -52,6 +53,7 @@ def all_reduce(
         message, received = new_message(values, layout.bytes), new_message(values, layout.bytes)
         encoding.encode(values, message, layout, "all_reduce")
         dist.all_to_all_single(received, message, group=call.group)
+        # in the place where the gather wants it: nothing is copied for that
         own = message.narrow(0, call.group.rank() * piece.bytes, piece.bytes)
         # the sum is cast again, so that it is gathered in FP8 too, and every rank decodes the same bytes
         encoding.decode_sum_encode(received, own, layout, factor, "all_reduce")
@@ -78,6 +80,7 @@ def all_reduce_coalesced(
         bucket_bytes: a message is sent when the next tensor would not fit; a larger tensor is one of its own.
     """
     for bucket in _buckets(tensors, bucket_bytes):
+        # not encoded from where they lie: sums are decoded to one tensor
         message = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
         all_reduce(message, op, group, encoding=encoding)
         copy_parts(bucket, message)
@@ -192,6 +195,7 @@ def reduce_scatter_coalesced(
         torch._foreach_copy_(outputs.split(sizes), [tensor.view(-1) for tensor in inputs])
     else:
         values = side_by_side(inputs, ranks)
+        # a plain collective adds in the dtype that it is given, and outputs may have another
         part = torch.empty_like(outputs, dtype=values.dtype)
         reduce_scatter_uncompressed(call, part, values)
         outputs.copy_(part)
@@ -216,6 +220,7 @@ def reduce_scatter_uncompressed(call: Call, output: Tensor, input: Tensor) -> Wo
     """`reduce_scatter_tensor` of a call that has a reason for it."""
     op = call.op
     if divides(op, input, call.ranks):
+        # a copy: the caller's input is not to change
         input, op = input.detach() / call.ranks, ReduceOp.SUM
     return call.finish(one_tensor("reduce_scatter")(output, input, op, call.group, call.async_op), [output])
 
@@ -316,6 +321,7 @@ def broadcast(
 
     def begin(asynchronous: bool) -> Transfer:
         message = new_message(values, layout.bytes)
+        # the source too decodes the message below, so that all ranks hold the same bits
         if dist.get_rank() == source:
             encoding.encode(values, message, layout, "broadcast")
         work = dist.broadcast(message, src, group, asynchronous, group_src)

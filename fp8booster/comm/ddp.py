@@ -53,6 +53,7 @@ def ddp_hook(state: DDPState | None, bucket: dist.GradBucket) -> torch.futures.F
     ]
     if not gradients:
         return _average(bucket.buffer(), state).get_future().then(lambda future: future.value()[0])
+    # DDP takes back one buffer. Zeros stand in it for gradients that are sent apart, and cost no precision there
     message = torch.cat([gradient.reshape(-1) for gradient in gradients])
     torch._foreach_zero_(gradients)
     first, second = _average(message, state), _average(bucket.buffer(), state)

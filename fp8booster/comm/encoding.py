@@ -79,6 +79,7 @@ class Encoding:
             purpose: the collective that sends the message, for observers.
         """
         block_cast.encode(values, message, layout, self.format, self.power_of_two)
+        # as functions: observers that sample no values in this step cause no work
         for observe in observers:
             observe(purpose, lambda: values, message, layout, self.format)
 

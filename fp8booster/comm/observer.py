@@ -123,8 +123,10 @@ class Observer:
             calls = self._groups[group] = GroupCalls(group)
         if not calls.compares:
             return None
+        # not by the text: to write one down costs more than the look into the set
         signature = (name, *what.values())
         with calls.lock:
+            # numbers are the keys in the store: two threads must not have the same
             number = calls.count
             kept = self._kept
             if kept is None:

@@ -132,6 +132,7 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
         else:
             message, finish = _incoming(each.tensor, each.encoding, reason)
             transfer = Transfer(None, finish, (message,))
+        # messages in the order of the operations: both ends match them by it
         transports.append(dist.P2POp(each.op, transfer.messages[0], each.peer, each.group, each.tag))
         transfers.append(transfer)
         outputs.append([] if each.op is dist.isend else [each.tensor])

@@ -70,6 +70,7 @@ def uncompressed_reason(
         return str(tensor.dtype).removeprefix("torch.")
     if op not in _ADDING:
         return f"reduction {getattr(op, 'name', 'with a factor')}"
+    # ranks with a part send it in FP8, and one that has none must not differ from them
     if payload == 0 and alike:
         return "empty"
     if min_bytes is None:

@@ -26,6 +26,7 @@ def flat(tensor: Tensor, what: str) -> Tensor:
     """
     if not tensor.is_contiguous():
         raise ValueError(f"{what} is not contiguous; call .contiguous() on it first")
+    # collectives write to it in place, which autograd refuses of a leaf
     if tensor.requires_grad:
         tensor = tensor.detach()
     return tensor if tensor.dim() == 1 else tensor.view(-1)
@@ -74,6 +75,7 @@ def gather_many(messages: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGr
             if message.data_ptr() != own.data_ptr():
                 message.copy_(own)
         return []
+    # gloo joins no calls
     if not messages[0][0].is_cuda:
         begun = [gather_bytes(message, own, group, asynchronous=True) for message, own in messages]
         return [work for work in begun if work is not None]

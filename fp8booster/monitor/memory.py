@@ -106,6 +106,7 @@ class MemoryTracker(TorchDispatchMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
+        # autograd has a number for the task that it runs, on any thread
         phase = BACKWARD if torch._C._current_graph_task_id() >= 0 else self._phase
         if phase == BACKWARD and self._last == FORWARD:
             self._name_made_in(FORWARD, ACTIVATIONS)
@@ -126,6 +127,7 @@ class MemoryTracker(TorchDispatchMode):
             return
         self._blocks[key] = _Block(storage.nbytes(), self._last)
         self.bytes += storage.nbytes()
+        # a later storage may have the same key
         weakref.finalize(storage, self._forget, key)
 
     def _forget(self, key: int) -> None:

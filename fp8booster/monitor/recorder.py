@@ -146,6 +146,7 @@ class Recorder:
 
     def note_saved(self, values: torch.Tensor, codes: GroupCodes) -> None:
         """A matrix, [M, K], was saved for backward in 8 bits; the layer whose input is cast next names it."""
+        # figures of a capture would lie in the graph's memory, which replays write to
         if self.is_sampling and not (values.is_cuda and torch.cuda.is_current_stream_capturing()):
             self._saved.append(activation_statistics(values.detach(), codes))
 
@@ -221,6 +222,7 @@ class Recorder:
             table = _table(casts)
             copied.keys.extend((each.key, each.values) for each in casts)
             if device.type == "cuda":
+                # to pinned memory alone a copy leaves the host free
                 host = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
                 host.copy_(table, non_blocking=True)
                 copied.arrived.append(torch.cuda.current_stream(device).record_event())
@@ -320,6 +322,7 @@ def _table(casts: Sequence[_Sampled]) -> torch.Tensor:
     alike = len({len(parts) for parts in every}) == 1
     parts = torch.stack(every) if alike else pad_sequence(every, batch_first=True)
     scales = [each.inverse_scale for each in casts]
+    # one table, one copy to the host
     return torch.cat([parts[:, :, :1].amax(1), parts[:, :, 1:].sum(1), torch.stack(scales).double()[:, None]], dim=1)
 
 

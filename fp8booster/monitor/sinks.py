@@ -69,6 +69,7 @@ class JsonLines:
     def write(self, rows: Sequence[ScaleRow]) -> None:
         """As `Sink.write`; the step is on its way to the disk when it returns."""
         self._stream.write("".join(_line(dataclasses.asdict(row)) for row in rows))
+        # a run that is killed keeps the lines of all steps before
         self._stream.flush()
 
     def close(self) -> None:

@@ -84,6 +84,7 @@ class Warnings:
         if rules.flushed is not None and row.flushed > rules.flushed:
             yield "flushed", f"{row.flushed:.0%} of its nonzero values become zero in {row.format}; {_wider(row)}"
         if row.outlier is not None and row.scale is not None:  # codes in 8 bits have a range for each group of values
+            # tensors differ in their outliers from the start: growth tells, not size
             first = self._first.setdefault((row.layer, row.role), row.outlier)
             if rules.outlier_growth is not None and row.outlier > rules.outlier_growth * first:
                 yield (

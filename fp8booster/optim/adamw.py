@@ -258,6 +258,7 @@ class AdamW(Optimizer):
 
     def _take(self, group_number: int, parameter: torch.nn.Parameter) -> None:
         """Update a parameter of which backward has made the gradient, or add that to those before it."""
+        # taken at once, so that no two gradients are there together
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:  # autograd calls this when it has set it
             raise RuntimeError(
@@ -324,6 +325,7 @@ class AdamW(Optimizer):
                 "an engine has put tensors in the place of this optimizer's parameters; boost it with a plugin of "
                 "fp8booster.plugins, or take torch.optim.AdamW"
             )
+        # the rows of the step are made on the host, so a tensor's number has to come there
         rates = rates_of(group, decoupled=True)._replace(lr=float(group["lr"]))
         device = parameters[0].device
         states = [self._state_of(parameter) for parameter in parameters]
@@ -400,6 +402,7 @@ class AdamW(Optimizer):
                 further micro-batches.
         """
         self._require_no_sums("loaded")
+        # torch would cast the codes to the dtype of the parameter
         super().load_state_dict({**state_dict, "state": {}})
         own, saved = (
             [each for group in groups for each in group["params"]]

@@ -41,6 +41,7 @@ def added(total: GradientSum | None, gradient: Tensor, kind: str, parameter: int
         if isinstance(total, Tensor):
             add_to_sums(codes, total.contiguous())
         gradient = gradient.contiguous()
+        # asked before the addition, which changes the codes in place
         then = [observe(parameter, partial(SumSample, codes, gradient)) for observe in observers]
         add_to_sums(codes, gradient)
         for each in filter(None, then):

@@ -113,6 +113,7 @@ class HybridAdam(Optimizer):
             raise ValueError("the optimizer has taken steps; boost it before it takes the first")
         if any(group["differentiable"] for group in optimizer.param_groups):
             raise ValueError("the optimizer is differentiable; make it with differentiable=False")
+        # a schedule has put a wrapper of the former class's step on the object
         scheduled = optimizer.__dict__.pop("step", None)
         optimizer.__class__ = cls
         optimizer._patch_step_function()  # for hooks, as torch does for a new class
@@ -148,6 +149,7 @@ class HybridAdam(Optimizer):
         for parameters in kinds.values():
             batch: list[torch.nn.Parameter] = []
             values = 0
+            # the kernel reads 16-bit gradients as they are; torch's operator needs them widened, in memory of its own
             at_once = math.inf if _in_one_pass(group, parameters[0]) else VALUES_AT_ONCE
             for parameter in parameters:
                 if batch and values + parameter.numel() > at_once:

@@ -43,6 +43,7 @@ def why_not(optimizer: Optimizer) -> str | None:
         for option in ("amsgrad", "maximize", "differentiable"):
             if group.get(option, False):
                 return f"it was made with {option}=True"
+        # the kernel takes betas as numbers, and the host would have to wait for a tensor
         if any(isinstance(beta, torch.Tensor) for beta in group["betas"]):
             return "its betas are tensors"
     return None
@@ -105,6 +106,7 @@ def _update_shards(
     states = [optimizer.state[each] for each in parameters]
     _make_states(optimizer, group, [each for each, state in zip(parameters, states, strict=True) if not state])
     exp_avgs, exp_avg_sqs, steps = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
+    # torch counts steps in tensors, and its own step goes on from them
     torch._foreach_add_(steps, 1)
     shards = AdamShards([each.detach() for each in parameters], gradients, exp_avgs, exp_avg_sqs, steps)
     return update(shards, rates_of(group, optimizer.defaults["decoupled_weight_decay"]), divisor)

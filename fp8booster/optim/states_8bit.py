@@ -110,6 +110,7 @@ class State(MutableMapping[str, Any]):
             self.codes[name] = value.float().clamp(-(2**15), 2**15 - 1).to(torch.int16).flatten()
             self._shapes[name] = value.shape
         elif name in MOMENTS:
+            # to the nearest code, without chance: a load must give the same bits each time
             blocks = in_blocks(value.detach().float())
             first = name == _FIRST[0]
             code, ranges = encode_roots(blocks) if first else encode_second(blocks, seed=None)
