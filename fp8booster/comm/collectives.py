@@ -377,9 +377,9 @@ def all_to_all(
     if ranks < 1:
         return dist.all_to_all(output_tensor_list, input_tensor_list, group, async_op)
     given = sum(tensor.nbytes for tensor in input_tensor_list)
+    first = input_tensor_list[0]
     # of an empty part nothing arrives
-    uneven = {"alike": False, "on_arrival": False}
-    call = Call("all_to_all", input_tensor_list[0], group, async_op, options, {}, given=given, **uneven)
+    call = Call("all_to_all", first, group, async_op, options, {}, given=given, alike=False, on_arrival=False)
     if call.uncompressed:
         work = dist.all_to_all(output_tensor_list, input_tensor_list, call.group, async_op)
         return call.finish(work, output_tensor_list)

@@ -44,8 +44,8 @@ class Encoding:
     """Round scales down to powers of two: exact to apply and undo, at a cost of up to one bit of range."""
 
     automatic_scaling: bool = False
-    """Scale the gradients that ZeRO reduces by FP8-LM's automatic scaling (`comm.automatic_scaling`), which adds them in
-    FP8; everything else is sent by blocks."""
+    """Scale the gradients that ZeRO reduces by FP8-LM's automatic scaling (`comm.automatic_scaling`), which adds them
+    in FP8; everything else is sent by blocks."""
 
     def __post_init__(self) -> None:
         formats.require_format(self.format)

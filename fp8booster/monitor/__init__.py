@@ -1,1 +1,1 @@
-"""What training does while it runs: the bytes it sends, the memory it takes, what FP8 does to its tensors."""
+"""Watches training while it runs: the bytes it sends, the memory it takes, the errors of FP8 casts."""

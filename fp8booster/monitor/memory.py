@@ -1,4 +1,4 @@
-"""Which tensors hold memory at the peak of a training step, counted where torch makes them."""
+"""Counts the memory of tensors at the peak of a training step, where torch makes them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_iter
 FORWARD, BACKWARD, UPDATE = PHASES = ("forward", "backward", "update")
 
 ACTIVATIONS, GRADIENTS, TEMPORARY = "activations", "gradients", "temporary values"
-"""Parts by lifetime: what forward leaves for backward, backward for the update, and what a phase frees itself."""
+"""Parts by lifetime: left by forward for backward, by backward for the update, and freed within a phase."""
 
 
 class _Block:
@@ -26,10 +26,10 @@ class _Block:
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Counts the bytes of all tensors that operators make while it is entered, and what they are at each phase's peak.
+    """Counts the bytes of all tensors that operators make while it is entered, and their parts at each phase's peak.
 
-    Tensors without values (`FakeTensorMode`, entered before this) count as what they would take. What autograd runs is
-    backward, whoever called it.
+    Tensors without values (`FakeTensorMode`, entered before this) count as if they had them. Operators that autograd
+    runs are backward, whoever called it.
     """
 
     def __init__(self) -> None:
@@ -42,19 +42,19 @@ class MemoryTracker(TorchDispatchMode):
         self._within_one = 0
 
     def begin_step(self) -> None:
-        """Forward begins; all that there is now has a name or is told one by `name_rest`. Peaks are measured anew."""
+        """Begin forward, and measure peaks anew; tensors of before have names (`name`, `name_rest`)."""
         self._phase = self._last = FORWARD
         self._peaks = {}
         self._look(FORWARD)
 
     def begin_update(self) -> None:
-        """The optimizer's step begins."""
+        """Begin the optimizer's step."""
         self._name_made_in(BACKWARD, GRADIENTS)
         self._phase = self._last = UPDATE
         self._look(UPDATE)
 
     def peaks(self) -> dict[str, Counter[str]]:
-        """By phase of the last step, the bytes of each part when most memory was held."""
+        """Return, by phase of the last step, the bytes of each part when most memory was held."""
         peaks = {phase: Counter[str]() for phase in PHASES}
         for phase, (_, blocks) in self._peaks.items():
             for block in blocks:
@@ -62,21 +62,21 @@ class MemoryTracker(TorchDispatchMode):
         return peaks
 
     def name(self, part: str, tensors: Iterable[torch.Tensor]) -> None:
-        """Say which part of memory tensors are; the first name given stays."""
+        """Name the part of memory that tensors are; the first name given stays."""
         for tensor in tensors:
             block = self._blocks.get(tensor.untyped_storage()._cdata)
             if block is not None and not block.named:
                 block.part, block.named = part, True
 
     def name_rest(self, part: str) -> None:
-        """Say what all tensors are that are there and were given no name."""
+        """Name all tensors that have no name yet."""
         for block in self._blocks.values():
             if not block.named:
                 block.part, block.named = part, True
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """What runs inside is backward also where autograd does not run it, as reductions that follow."""
+        """Count as backward what autograd does not run, as reductions that follow."""
         phase, self._phase = self._phase, BACKWARD
         try:
             yield
@@ -85,7 +85,7 @@ class MemoryTracker(TorchDispatchMode):
 
     @contextmanager
     def as_one(self) -> Iterator[None]:
-        """Look only at what is left in the end of what runs inside, as if one kernel did it."""
+        """Look only at the memory that is left in the end, as if one kernel did what runs inside."""
         self._within_one += 1
         try:
             yield
@@ -95,7 +95,7 @@ class MemoryTracker(TorchDispatchMode):
                 self._look(self._last)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Hear of a storage that another way than an operator has resized."""
+        """Note a storage that was resized, but by no operator."""
         block = self._blocks.get(storage._cdata)
         if block is not None and block.bytes != storage.nbytes():
             now = self._blocks[storage._cdata] = _Block(storage.nbytes(), self._last)  # peaks keep the former

@@ -1,12 +1,12 @@
-"""Samples what casts do to tensors, on the device, and brings it to rank 0 when the host has to wait for nothing.
+"""Samples the errors of casts on the device, and brings them to rank 0 when the host has to wait for nothing.
 
     a sampled step        each cast leaves sums of its tensor on the device (`kernels.cast_statistics`)
     when it ends          they are copied to the host, which goes on
     when the next ends    they have arrived: other ranks leave theirs in the process group's store, and rank 0 writes
                           the tensors of all
 
-In each step, the scales of inputs and gradients are remembered, which exist anyway: one that is no number tells where a
-step went bad, when somebody asks.
+In each step the scales of inputs and gradients, which exist anyway, are remembered: one that is no number tells where a
+step went bad.
 """
 
 from __future__ import annotations
@@ -70,15 +70,15 @@ class Seen(NamedTuple):
 
 
 class Recorder:
-    """What a rank records. All ranks make one alike, and end their steps alike.
+    """The record of a rank. All ranks make one alike, and end their steps alike.
 
     Args:
         every: steps from one that is sampled to the next; the first is sampled too.
-        sinks: where rank 0 writes.
+        sinks: rank 0 writes to them.
         header: their first line.
         done: steps that are taken already.
-        rules: what is warned of.
-        warn: takes the sentences, on rank 0.
+        rules: thresholds of warnings.
+        warn: takes the warnings, on rank 0.
     """
 
     def __init__(
@@ -107,37 +107,41 @@ class Recorder:
 
     @property
     def is_sampling(self) -> bool:
-        """Whether this step is sampled."""
+        """Tell whether this step is sampled."""
         return self.step == 1 or self.step % self._every == 0
 
     def note(self, layer: str, role: str, values: torch.Tensor, quantized: QuantizedMatrix, remember: bool) -> None:
-        """A tensor was cast.
+        """Note a cast.
 
         Args:
-            layer, role: whose, and what it is there.
+            layer, role: of the tensor.
             values: [..., C].
             quantized: what was made of it.
             remember: in each step, for `seen`.
         """
         if remember:
             self.seen.append(Seen(layer, role, quantized.inverse_scale))
-        if self.is_sampling:
-            self._name_saved(layer, role)
-            matrix = values.detach().reshape(-1, values.shape[-1])
-            if quantized.data.numel() and quantized.has_factors:
-                matrix, data, inverse_scale = matrix.t(), quantized.data.t(), quantized.scale_of_transpose()
-            elif quantized.data.numel():
-                data, inverse_scale = quantized.data, quantized.inverse_scale
-            else:
-                matrix, data, inverse_scale = matrix.t(), quantized.transpose, quantized.scale_of_transpose()
-            if inverse_scale.dim() == 2:
-                inverse_scale = scales_of_groups(data, inverse_scale)
-            self.sample(layer, role, matrix, data, inverse_scale)
+        if not self.is_sampling:
+            return
+        if role == "input":  # the layer whose input is cast next names what was saved
+            for count, figures in self._saved:
+                self._sample_codes((layer, SAVED, "int8"), count, figures)
+            self._saved = []
+        matrix = values.detach().reshape(-1, values.shape[-1])
+        if quantized.data.numel() and quantized.has_factors:
+            matrix, data, inverse_scale = matrix.t(), quantized.data.t(), quantized.scale_of_transpose()
+        elif quantized.data.numel():
+            data, inverse_scale = quantized.data, quantized.inverse_scale
+        else:
+            matrix, data, inverse_scale = matrix.t(), quantized.transpose, quantized.scale_of_transpose()
+        if inverse_scale.dim() == 2:
+            inverse_scale = scales_of_groups(data, inverse_scale)
+        self.sample(layer, role, matrix, data, inverse_scale)
 
     def sample(
         self, layer: str, role: str, matrix: torch.Tensor, data: torch.Tensor, inverse_scale: torch.Tensor
     ) -> None:
-        """Leave on the device what a cast did; arguments as in `cast_statistics`."""
+        """Leave a cast's figures on the device; arguments as in `cast_statistics`."""
         if inverse_scale.dim():
             inverse_scale = inverse_scale[: matrix.shape[0]]
         parts = cast_statistics(matrix, data, inverse_scale)
@@ -145,25 +149,19 @@ class Recorder:
         self._sampled.append(_Sampled(key, matrix.numel(), parts, _largest(data, inverse_scale), _stream(parts)))
 
     def note_saved(self, values: torch.Tensor, codes: GroupCodes) -> None:
-        """A matrix, [M, K], was saved for backward in 8 bits; the layer whose input is cast next names it."""
+        """Note a matrix [M, K] that was saved for backward in 8 bits; the layer whose input is cast next names it."""
         # figures of a capture would lie in the graph's memory, which replays write to
         if self.is_sampling and not (values.is_cuda and torch.cuda.is_current_stream_capturing()):
             self._saved.append(activation_statistics(values.detach(), codes))
 
     def note_moments(self, layer: str, sample: MomentSample) -> None:
-        """A step has encoded both moments of a parameter in 8 bits."""
+        """Note that a step has encoded both moments of a parameter in 8 bits."""
         for role, format, (count, figures) in zip(MOMENTS, ("int8", "uint8"), sample.statistics(), strict=True):
             self._sample_codes((layer, role, format), count, figures)
 
     def note_sum(self, layer: str, sample: SumSample) -> None:
-        """A gradient was added to those of a parameter in 8 bits."""
+        """Note a gradient that was added to those of a parameter in 8 bits."""
         self._sample_codes((layer, SUM, "int8"), *sample.statistics())
-
-    def _name_saved(self, layer: str, role: str) -> None:
-        if role == "input":
-            for count, figures in self._saved:
-                self._sample_codes((layer, SAVED, "int8"), count, figures)
-            self._saved = []
 
     def _sample_codes(self, key: Key, count: int, figures: torch.Tensor) -> None:
         none = figures.new_zeros((), dtype=torch.float32)  # such codes have a scale for each group of values
@@ -177,7 +175,7 @@ class Recorder:
         layout: MessageLayout,
         dtype: torch.dtype,
     ) -> None:
-        """Values were cast for a message; arguments as in `comm.encoding.Observer`."""
+        """Note a cast for a message; arguments as in `comm.encoding.Observer`."""
         if not self.is_sampling or (message.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
         given = values()
@@ -195,7 +193,7 @@ class Recorder:
                     self.sample(name, "message", rows, cast, of_rows)
 
     def end_step(self) -> None:
-        """The step is taken: write the sample before, and begin to copy that of this step to the host."""
+        """End a step: write the sample before, and begin to copy that of this step to the host."""
         self._write_copied(PATIENCE)
         if self.is_sampling:
             self._copied = self._copy()
@@ -204,7 +202,7 @@ class Recorder:
         self.step += 1
 
     def close(self, patience: timedelta = PATIENCE) -> None:
-        """Write what is on its way; a step that is not over is left out."""
+        """Write the sample that is on its way; a step that is not over is left out."""
         self._write_copied(patience)
         self._sampled, self._saved, self.seen = [], [], []
         if self.rank == 0:
@@ -250,7 +248,7 @@ class Recorder:
                 self._warn(sentence)
 
     def _of_all_ranks(self, step: int, own: dict[Key, Totals], patience: timedelta) -> list[Mapping[Key, Totals]]:
-        """What each rank sampled, on rank 0."""
+        """Return the totals of each rank, on rank 0."""
         if self.ranks == 1:
             return [own]
         store, key = self.store(), f"step{step}/"
@@ -273,7 +271,7 @@ class Recorder:
         return everyone
 
     def store(self) -> dist.Store:
-        """Where ranks leave what others read."""
+        """Return the store through which ranks give rank 0 their totals."""
         # not a group's collective: GPU ranks have none for objects that leaves the device alone
         from torch.distributed.distributed_c10d import _get_default_store
 
@@ -286,17 +284,17 @@ def put(store: dist.Store, key: str, value: object) -> None:
 
 
 def take(store: dist.Store, key: str) -> Any:
-    """What another rank left by `put`."""
+    """Return the value that another rank left by `put`."""
     return pickle.loads(store.get(key))
 
 
 def _stream(made: torch.Tensor) -> torch.cuda.Stream | None:
-    """The one on which figures are made."""
+    """Return the stream on which figures are made."""
     return torch.cuda.current_stream(made.device) if made.is_cuda else None
 
 
 def _largest(data: torch.Tensor, inverse_scale: torch.Tensor) -> torch.Tensor:
-    """The largest inverse scale of values that are not zero, []; the scale of zeros is 1, and tells nothing."""
+    """Return the largest inverse scale of values that are not zero, []; the scale of zeros is 1, and tells nothing."""
     if inverse_scale.dim() == 0:
         return inverse_scale
     is_nonzero = data[: len(inverse_scale)].view(torch.uint8).bitwise_and(0x7F) != 0
@@ -306,7 +304,7 @@ def _largest(data: torch.Tensor, inverse_scale: torch.Tensor) -> torch.Tensor:
 
 
 def _let_read(device: torch.device, casts: Sequence[_Sampled]) -> None:
-    """Let the current stream read what casts on other streams left."""
+    """Let the current stream read the figures that casts on other streams left."""
     current = torch.cuda.current_stream(device)
     for stream in {each.stream for each in casts if each.stream is not None} - {current}:
         current.wait_stream(stream)
@@ -317,7 +315,7 @@ def _let_read(device: torch.device, casts: Sequence[_Sampled]) -> None:
 
 
 def _table(casts: Sequence[_Sampled]) -> torch.Tensor:
-    """A row for each cast: amax, sums, inverse scale."""
+    """Return a row for each cast: amax, sums, inverse scale."""
     every = [each.parts for each in casts]
     alike = len({len(parts) for parts in every}) == 1
     parts = torch.stack(every) if alike else pad_sequence(every, batch_first=True)
@@ -327,5 +325,5 @@ def _table(casts: Sequence[_Sampled]) -> torch.Tensor:
 
 
 def warn(sentence: str) -> None:
-    """A Python warning."""
+    """Give a Python warning."""
     warnings.warn(sentence, stacklevel=2)

@@ -1,4 +1,4 @@
-"""What FP8 did to one tensor in one step: sums that ranks and micro-batches add up, and the line that they become."""
+"""The figures of one tensor's cast in one step: sums over ranks and micro-batches, and the line that they become."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Key = tuple[str, str, str]
 MOMENTS = ("first moment", "second moment")
 SAVED = "saved activation"
 SUM = "gradient sum"
-"""Roles of what is kept in 8-bit codes that are no FP8."""
+"""Roles of tensors that are kept in 8-bit codes other than FP8."""
 
 FORMAT_NAMES = {"torch.float8_e4m3fn": "e4m3", "torch.float8_e5m2": "e5m2"}
 
 
 class Totals(NamedTuple):
-    """Of all parts of a tensor: those of ranks, of micro-batches, of rows."""
+    """Sums over all parts of a tensor: those of ranks, of micro-batches, of rows."""
 
     amax: float
     """Of the finite values."""
@@ -40,7 +40,7 @@ class Totals(NamedTuple):
     ranks: int = 1
 
     def merged(self, other: Totals, of_other_rank: bool = False) -> Totals:
-        """Those of two parts."""
+        """Return the totals of two parts."""
         inverse_scales = self.inverse_scale, other.inverse_scale
         return Totals._make(
             (
@@ -83,7 +83,7 @@ class ScaleRow:
 
 
 def row_of(step: int, key: Key, totals: Totals) -> ScaleRow:
-    """The line of a tensor."""
+    """Return the line of a tensor."""
     layer, role, format = key
     finite = totals.values - totals.non_finite
     measured = totals.signal > 0 and totals.noise > 0
@@ -105,7 +105,7 @@ def row_of(step: int, key: Key, totals: Totals) -> ScaleRow:
 
 
 def merged(parts: Iterable[Mapping[Key, Totals]]) -> dict[Key, Totals]:
-    """The totals of several ranks as one."""
+    """Return the totals of several ranks as one."""
     whole: dict[Key, Totals] = {}
     for part in parts:
         for key, totals in part.items():

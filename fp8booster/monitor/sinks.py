@@ -1,4 +1,4 @@
-"""Where lines of what FP8 did to tensors go: a file of JSON lines, TensorBoard, or what a user writes."""
+"""Outputs of recorded lines: a file of JSON lines, TensorBoard, or a user's own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Sink(Protocol):
     """Takes lines on rank 0."""
 
     def begin(self, header: dict[str, Any], done: int) -> None:
-        """Once, before anything is written.
+        """Begin, once, before anything is written.
 
         Args:
             header: {"fp8booster": version, "kind": "scales", "every": N, "config": {...}, "layers": {"fp8": n, ...}}.
@@ -30,10 +30,10 @@ class Sink(Protocol):
         """
 
     def write(self, rows: Sequence[ScaleRow]) -> None:
-        """All tensors of one sampled step."""
+        """Take all tensors of one sampled step."""
 
     def close(self) -> None:
-        """Once, after everything is written."""
+        """End, once, after everything is written."""
 
 
 class JsonLines:
@@ -58,9 +58,8 @@ class JsonLines:
             if done:
                 rows = read_scales(self.path)[1]
             else:
-                _header(
-                    read_text(self.path, _REMEDY).split("\n")[:1], self.path
-                )  # it must be such a file to be replaced
+                # a file of another kind must not be replaced
+                _header(read_text(self.path, _REMEDY).split("\n")[:1], self.path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = [_line(dataclasses.asdict(row)) for row in rows if row.step <= done]
         write_whole(self.path, "".join([_line(header), *kept]))
@@ -106,7 +105,7 @@ class TensorBoard:
 
 
 def sinks_of(given: str | Path | Sink | Sequence[Sink] | None) -> list[Sink]:
-    """What a user gave, where a path is a file of JSON lines.
+    """Return the sinks that a user gave; a path is a file of JSON lines.
 
     Raises:
         TypeError: it is no sink.
@@ -126,7 +125,7 @@ def sinks_of(given: str | Path | Sink | Sequence[Sink] | None) -> list[Sink]:
 
 
 def read_scales(path: str | Path) -> tuple[dict[str, Any], list[ScaleRow]]:
-    """The header and the lines of a file, a last line that a kill cut short left out.
+    """Return the header and the lines of a file, without a last line that a kill cut short.
 
     Raises:
         ValueError: a line is none of them; the sentence names it.
@@ -139,7 +138,7 @@ def read_scales(path: str | Path) -> tuple[dict[str, Any], list[ScaleRow]]:
 
 
 def _header(lines: Sequence[str], path: str | Path) -> dict[str, Any]:
-    """Return what the first line of a file tells. Raises ValueError for a file of another kind."""
+    """Return the first line of a file. Raises ValueError for a file of another kind."""
     if not lines:
         raise ValueError(f"{path} is empty, without the line that tells what it is; {_REMEDY}.")
     name = f"Line 1 of {path}"

@@ -28,17 +28,17 @@ class Count:
 
 @dataclass
 class Traffic:
-    """What was counted so far."""
+    """Counts so far."""
 
     counts: dict[tuple[str, torch.dtype], Count] = field(default_factory=lambda: defaultdict(Count))
     """By collective and element type. FP8 data that is sent as bytes shows as uint8."""
 
     latest: str = ""
-    """The collective that was called last, with what this process handed in."""
+    """The collective that was called last, with the tensors that this process handed in."""
 
     @property
     def calls(self) -> int:
-        """Of all collectives."""
+        """Return the calls of all collectives."""
         return sum(count.calls for count in self.counts.values())
 
     @property
@@ -50,7 +50,7 @@ class Traffic:
         return sum(count.sent for count in self.counts.values())
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row for each collective and element type, the largest sender first."""
+        """Return one row for each collective and element type, the largest sender first."""
         ordered = sorted(self.counts.items(), key=lambda item: -item[1].sent)
         return [
             {
@@ -107,17 +107,17 @@ _ARGUMENTS = {
     "send": (0, "tensor"),
     "isend": (0, "tensor"),
 }
-"""Where each collective takes what it sends: position and name of the argument."""
+"""Position and name of the argument that each collective sends."""
 
 _GATHERS = {"all_gather", "all_gather_into_tensor", "all_gather_single"}
 
 
 def bytes_sent(name: str, payload: int, ranks: int) -> int:
-    """Bytes a rank sends when it hands `payload` bytes to a collective of `ranks`, the mean over ranks.
+    """Return the bytes that a rank sends when it hands `payload` bytes to a collective of `ranks`, the mean over ranks.
 
-    What the bandwidth-optimal algorithm sends (Patarasuk and Yuan, 2009, doi 10.1016/j.jpdc.2008.09.002): all of it
-    in a point-to-point send, (ranks - 1) times in an all-gather, 2 (ranks - 1) / ranks times in an all-reduce,
-    (ranks - 1) / ranks times in every other one. Uneven all-to-all splits are counted as if even.
+    They are those of the bandwidth-optimal algorithm (Patarasuk and Yuan, 2009, doi 10.1016/j.jpdc.2008.09.002): the
+    payload in a point-to-point send, (ranks - 1) times it in an all-gather, 2 (ranks - 1) / ranks times in an
+    all-reduce, (ranks - 1) / ranks times in every other one. Uneven all-to-all splits are counted as if even.
     """
     if name in ("send", "isend"):
         return payload

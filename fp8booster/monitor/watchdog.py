@@ -16,7 +16,7 @@ _MOST = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Watchdog:
-    """What is warned of, and what happens to a step whose gradients are not finite.
+    """Thresholds of warnings, and what happens to a step whose gradients are not finite.
 
     Raises:
         ValueError: a field has a value that is not allowed.
@@ -60,7 +60,7 @@ class Warnings:
         self._given: set[tuple[str, str, str]] = set()
 
     def of(self, rows: Iterable[ScaleRow]) -> list[str]:
-        """Sentences about the tensors of a sampled step."""
+        """Return sentences about the tensors of a sampled step."""
         found = []
         for row in rows:
             for kind, sentence in self._of_tensor(row):
@@ -95,7 +95,7 @@ class Warnings:
 
 
 def _wider(row: ScaleRow) -> str:
-    """What gives small values of a tensor more room."""
+    """Return a remedy that gives small values of a tensor more room."""
     apart = 'give each row its scale (FP8Config(scaling="rowwise")), or leave this layer in 16 bits (layers=...)'
     if row.role == "output gradient" and row.format == "e4m3":
         return f"take formats=Formats(gradient=torch.float8_e5m2), {apart}"
@@ -111,7 +111,7 @@ def _wider(row: ScaleRow) -> str:
 
 
 def remedy_of_nonfinite(role: str) -> str:
-    """What to do about a tensor that is not finite. A cast makes none of what was finite."""
+    """Return a remedy for a tensor that is not finite. A cast makes none of what was finite."""
     if role == "weight":
         return "the weight itself is broken, and stays so: resume from a checkpoint of before, with a lower lr"
     if role == "input":
