@@ -33,8 +33,7 @@ _PARTIAL, _FORMER, _OLD = (f".fp8booster-{role}" for role in ("partial", "former
 _NAME = re.compile(rf"(step-(\d{{8,}}))|\.(step-(\d{{8,}})){_FORMER}")
 _LEFT = re.compile(rf"\.step-\d{{8,}}({_PARTIAL}|{_FORMER}|{_OLD})")
 
-_NOT_FINITE = "not-finite.txt"
-"""File in a checkpoint whose weights or optimizer states are not finite."""
+_NOT_FINITE = "not-finite.txt"  # file in a checkpoint whose weights or optimizer states are not finite
 
 
 def checkpoints_in(root: Path) -> list[Path]:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from types import TracebackType
+from types import TracebackType, UnionType
 from typing import Any, TypeVar, get_args, get_type_hints
 from zipfile import BadZipFile
 
@@ -41,8 +41,7 @@ _WORDS = {
 }
 """JSON's types in sentences."""
 
-_BEYOND = 2**63
-"""More than any count or size, and than NumPy's and torch's numbers reach."""
+_BEYOND = 2**63  # more than any count or size, and than NumPy's and torch's numbers reach
 
 
 def read_record(path: Path, fields: Mapping[str, Kind], remedy: str) -> dict[str, Any]:
@@ -90,7 +89,8 @@ def parse_record(text: str, name: str, fields: Mapping[str, Kind], remedy: str) 
 
 @functools.cache
 def _fields_of(kind: type) -> dict[str, Kind]:
-    return {name: get_args(hint) or hint for name, hint in get_type_hints(kind).items()}
+    hints = get_type_hints(kind).items()
+    return {name: get_args(hint) if isinstance(hint, UnionType) else hint for name, hint in hints}
 
 
 def parse_line(line: str, name: str, kind: type[Record], remedy: str) -> Record:
@@ -106,7 +106,8 @@ def require_fields(record: Mapping[str, Any], name: str, fields: Mapping[str, Ki
         if field not in record:
             raise ValueError(f"{name} has no {field!r}; {remedy}.")
         if not is_of(record[field], kind):
-            raise ValueError(f"{field!r} in {name} is {_kind_of(record[field])} where {_kind(kind)} belongs; {remedy}.")
+            wanted = " or ".join(_WORDS[each] for each in (kind if isinstance(kind, tuple) else (kind,)))
+            raise ValueError(f"{field!r} in {name} is {_kind_of(record[field])} where {wanted} belongs; {remedy}.")
 
 
 def require_known(record: Mapping[str, Any], name: str, known: Collection[str]) -> None:
@@ -136,10 +137,6 @@ def is_of(value: Any, kind: Kind) -> bool:
     if isinstance(value, int) and abs(value) >= _BEYOND:
         return False
     return isinstance(value, kinds) or (float in kinds and isinstance(value, int))
-
-
-def _kind(kind: Kind) -> str:
-    return " or ".join(_WORDS[each] for each in (kind if isinstance(kind, tuple) else (kind,)))
 
 
 def _kind_of(value: Any) -> str:

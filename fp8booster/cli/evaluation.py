@@ -44,13 +44,10 @@ class EvalOptions:
     data: str | None
     text_column: str
     cache: str | None
-    sequence: int | None
-    """None: as in training, else what the model has positions for, 2048 at most."""
+    sequence: int | None  # None: as in training, else what the model has positions for, 2048 at most
     batch: int
-    tokens: int | None
-    """None: all that there are."""
-    calibrated: int
-    """Sequences to calibrate with, the first ones, which are not evaluated; 0: no such column."""
+    tokens: int | None  # None: all that there are
+    calibrated: int  # sequences to calibrate with, the first ones, which are not evaluated; 0: no such column
     fp8_options: Sequence[str]
 
 
@@ -58,10 +55,8 @@ class EvalOptions:
 class Losses:
     """Losses of a model on some tokens."""
 
-    loss: float
-    """Mean negative log-likelihood of a token given those before it, in nats."""
-    kl: float
-    """Mean Kullback-Leibler divergence of its predictions from the first model's, in nats a token."""
+    loss: float  # mean negative log-likelihood of a token given those before it, in nats
+    kl: float  # mean Kullback-Leibler divergence of its predictions from the first model's, in nats a token
 
     @property
     def perplexity(self) -> float:
@@ -94,14 +89,12 @@ class Evaluation:
 
     columns: list[Column]
     data: str
-    tokens: int
-    """Predicted."""
+    tokens: int  # that are predicted
     sequence: int
     calibration_tokens: int
 
 
-_LONGEST = 2048
-"""Tokens of a sequence, where the length in training is not known."""
+_LONGEST = 2048  # tokens of a sequence, where the length in training is not known
 
 
 def run(options: EvalOptions, tell: Callable[[str], None]) -> Evaluation:
@@ -135,17 +128,17 @@ def run(options: EvalOptions, tell: Callable[[str], None]) -> Evaluation:
         for precision in (*options.precisions, *([CALIBRATED] if batches is not None else [])):
             tell(f"loading {source.model} in {precision}")
             given = batches if precision == CALIBRATED else None
-            loaded = load_model(source, precision.partition("-")[0], config, device, given)
-            models.append(loaded.model)
-            layers = report(loaded.model)
+            model, from_masters = load_model(source, precision.partition("-")[0], config, device, given)
+            models.append(model)
+            layers = report(model)
             made.append(
                 {
                     "checkpoint": str(checkpoint),
                     "precision": precision,
                     "fp8_layers": len(layers.fp8),
-                    "from_masters": loaded.from_masters,
+                    "from_masters": from_masters,
                     "layers": len(layers.rows),
-                    "parameter_bytes": sum(parameter.nbytes for parameter in loaded.model.parameters()),
+                    "parameter_bytes": sum(parameter.nbytes for parameter in model.parameters()),
                 }
             )
     tell(f"evaluating on {held_out.size:,} tokens")

@@ -29,14 +29,9 @@ from fp8booster.serving.key_value_cache import FP8Cache, cache_bytes
 CACHES: dict[str, Callable[[], Any]] = {"bf16": lambda: None, "fp8": FP8Cache}
 """By the values of `--kv-cache`, the cache to make; None leaves the model its own."""
 
-_NEW_TOKENS = 128
-"""At most, by default."""
-
-_LEAST_TEMPERATURE = 1e-6
-"""Logits that are divided by less may overflow; divided by this they choose as at 0."""
-
-_SEEDS = 2**64
-"""Number of the seeds that torch has."""
+_NEW_TOKENS = 128  # at most, by default
+_LEAST_TEMPERATURE = 1e-6  # logits that are divided by less may overflow; divided by this they choose as at 0
+_SEEDS = 2**64  # number of the seeds that torch has
 
 
 def continuation(
@@ -51,18 +46,7 @@ def continuation(
     temperature: float,
     seed: int | None,
 ) -> str:
-    """Return a prompt and the text that a model makes of it.
-
-    Args:
-        checkpoint: as in `find_model`.
-        prompt: some text.
-        precision: one of `PRECISIONS`.
-        fp8_options: `key=value` pairs for FP8Config.
-        kv_cache: one of `CACHES`.
-        tell: hears what is done.
-        max_new_tokens: None: 128, or as many as the model has positions for.
-        temperature: of sampling; 0: greedy.
-        seed: of sampling; None: 0.
+    """Return a prompt and the text that a model makes of it; `tell` hears what is done.
 
     Raises:
         ValueError: an option is not known, the prompt is empty, the model has positions for fewer tokens, or the
@@ -88,7 +72,7 @@ def continuation(
     if not ids.numel():
         raise ValueError("--prompt is empty; give some text to continue.")
     most = _new_tokens(source, ids.shape[1], max_new_tokens)
-    model: Any = load_model(source, precision, inference_config(source, fp8_options), device).model
+    model: Any = load_model(source, precision, inference_config(source, fp8_options), device)[0]
     # checkpoints of training have it off, which transformers would prefer to the argument of generate
     model.config.use_cache = True
     how = {"do_sample": False} if temperature == 0 else {"do_sample": True, "temperature": temperature}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -35,13 +35,10 @@ PRECISIONS = ("bf16", "fp8")
 class FoundModel:
     """A model, and how it was trained."""
 
-    model: Path
-    """In Hugging Face's format, or adapters of peft's."""
+    model: Path  # in Hugging Face's format, or adapters of peft's
     config: FP8Config
-    masters: Path | None
-    """Folder of the FP32 master weights that its FP8 weights were cast from in training."""
-    sequence: int | None = None
-    """Tokens of a sequence in training; None: not known."""
+    masters: Path | None  # folder of the FP32 master weights that its FP8 weights were cast from in training
+    sequence: int | None = None  # tokens of a sequence in training; None: not known
 
 
 def find_source(folder: Path) -> FoundModel:
@@ -109,24 +106,11 @@ def inference_device(tell: Callable[[str], None]) -> torch.device:
 
 
 def inference_config(source: FoundModel, options: Sequence[str]) -> FP8Config:
-    """Return the configuration that `--fp8-option` asks for; without it that of training, as far as inference has it.
-
-    Args:
-        source: of the checkpoint.
-        options: `key=value` pairs.
-    """
+    """Return the configuration of `--fp8-option`, `key=value` pairs; without any, that of training where it applies."""
     if options:
         return inference_fp8_config(tuple(options))
     scaling = source.config.scaling
     return replace(source.config, scaling=scaling.without_state if scaling.for_inference is None else scaling)
-
-
-class LoadedModel(NamedTuple):
-    """A model for inference."""
-
-    model: PreTrainedModel
-    from_masters: int
-    """Layers whose FP8 weights were cast from FP32 master weights, as in training; others from the model's values."""
 
 
 def load_model(
@@ -135,17 +119,15 @@ def load_model(
     config: FP8Config,
     device: torch.device,
     batches: Sequence[torch.Tensor] | None = None,
-) -> LoadedModel:
-    """Load a model for inference.
+) -> tuple[PreTrainedModel, int]:
+    """Load a model for inference, and count the layers that were cast from FP32 master weights.
 
     FP8 weights in the folder are decoded for "bf16", and kept with their scales for "fp8", all others in 16 bits.
     Weights that training cast from master weights are cast from these for "fp8" where they are there.
 
     Args:
-        source: of the checkpoint.
         precision: "bf16" or "fp8".
         config: of the FP8 layers.
-        device: of the model.
         batches: for "fp8", token ids, [batch, sequence] each, to calibrate with; None: real-time scales.
 
     Raises:
@@ -172,11 +154,11 @@ def load_model(
         from_masters = _cast_from_masters(model, source)
         if batches is not None:
             quantize(model, config, batches=batches)
-    return LoadedModel(model.eval(), from_masters)
+    return model.eval(), from_masters
 
 
 def _cast_from_masters(model: nn.Module, source: FoundModel) -> int:
-    """Cast weights again that training cast from master weights, under the scales that it shared; gives their number.
+    """Cast weights again that training cast from master weights, under the scales that it shared; return their number.
 
     None where experts are held as one parameter or no layer is an nn.Linear, and where ranks divided layers.
     """

@@ -28,18 +28,13 @@ class StepMetrics:
     """Figures of one optimizer step. Memory and bytes are those of rank 0."""
 
     step: int
-    loss: float
-    """Mean over micro-batches and ranks."""
+    loss: float  # mean over micro-batches and ranks
     lr: float
-    grad_norm: float
-    """Before clipping."""
-    tokens_per_second: float
-    """Of all ranks together."""
+    grad_norm: float  # before clipping
+    tokens_per_second: float  # of all ranks together
     seconds: float
-    peak_memory: int
-    """Bytes: the most allocated on the GPU, or the process's largest resident set on CPU."""
-    wire_bytes: int
-    """Bytes sent in this step (monitor.traffic)."""
+    peak_memory: int  # bytes: the most allocated on the GPU, or the process's largest resident set on CPU
+    wire_bytes: int  # bytes sent in this step (monitor.traffic)
 
 
 _REMEDY = "put it right, or move the file away: the run's curve begins anew then"
@@ -85,22 +80,15 @@ class RunFigures:
 
     precision: str
     steps: int
-    final_loss: float
-    """Mean over the last twentieth of the steps."""
-    tokens_per_second: float
-    """Of all ranks together, at the median step."""
-    step_seconds: float
-    """Median."""
-    peak_memory: int
-    """Bytes, the most on one rank."""
-    step_bytes: int
-    """Bytes that rank 0 sends in the median step."""
+    final_loss: float  # mean over the last twentieth of the steps
+    tokens_per_second: float  # of all ranks together, at the median step
+    step_seconds: float  # median
+    peak_memory: int  # bytes, the most on one rank
+    step_bytes: int  # bytes that rank 0 sends in the median step
     parameters: int
     world_size: int
-    layers: tuple[dict[str, Any], ...]
-    """Rows of `fp8booster.report`."""
-    traffic: tuple[dict[str, Any], ...]
-    """Rows of `monitor.traffic.Traffic`."""
+    layers: tuple[dict[str, Any], ...]  # rows of `fp8booster.report`
+    traffic: tuple[dict[str, Any], ...]  # rows of `monitor.traffic.Traffic`
 
     @property
     def fp8_layers(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +27,7 @@ from fp8booster.training.models import attention_of, causal_lm
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-_SHOWN = 3
-"""Names in a sentence."""
+_SHOWN = 3  # names in a sentence
 
 _GIVE_MODEL = "give the folder of a model"
 
@@ -140,21 +140,24 @@ class StoredModel:
         """Return the model in 16 bits, in evaluation mode. Raises ValueError for values that are not finite."""
         tensors = {}
         for name in self.names:
-            value = self.value(name).to(dtype) if name in self.scale_of else self.value(name)
-            tensors[name] = self.require_finite(name, value)  # which may have overflowed in FP16
-        return as_loaded(_load_tensors(self.config, tensors, dtype, self.folder), self.folder)
+            value = self.value(name)
+            if name in self.scale_of:
+                value = value.to(dtype)  # rounded once; in FP16 it may overflow
+            tensors[name] = self.require_finite(name, value)
+        return as_loaded(self._through_transformers(tensors, dtype), self.folder)
 
     def _drop_tied(self, model: nn.Module) -> None:
         """Leave one of the names of a tied weight. Raises ValueError where its values differ: one would be dropped."""
         for names in names_of_each(model):
-            first, *others = [name for name in names if name in self.shards] or [""]
-            for other in others:
+            there = [name for name in names if name in self.shards]
+            for first, other in pairwise(there):
                 in_fp8 = {first, other} & self.scale_of.keys()
                 if in_fp8 or not torch.equal(self.shards.tensor(first), self.shards.tensor(other)):
                     raise ValueError(
                         f"{first} and {other} in {self.folder} differ, and its config.json makes them one weight; set "
                         "tie_word_embeddings to false there, or copy the model again."
                     )
+            for other in there[1:]:
                 self.shards.drop(other)
 
     def _require_whole(self, model: nn.Module) -> None:
@@ -166,12 +169,12 @@ class StoredModel:
             name: torch.empty(self.shards.shape(name), dtype=counts.get(name, torch.bfloat16), device="meta")
             for name in found
         }
-        _load_tensors(self.config, meta, torch.bfloat16, self.folder, without_memory=True)
+        self._through_transformers(meta, torch.bfloat16, without_memory=True)
         no_weights = [name for name, dtype in found.items() if not dtype.is_floating_point and name not in counts]
-        if no_weights:  # unless they are what transformers ignores, the model lacks them
+        if no_weights:  # unless transformers ignores them, the model lacks them
             rest = {name: value for name, value in meta.items() if name not in no_weights}
             try:
-                _load_tensors(self.config, rest, torch.bfloat16, self.folder, without_memory=True)
+                self._through_transformers(rest, torch.bfloat16, without_memory=True)
             except ValueError:
                 kinds = [f"{name} as {found[name]}" for name in no_weights]
                 raise ValueError(
@@ -179,67 +182,61 @@ class StoredModel:
                     "copy the model again, or give another."
                 ) from None
 
+    def _through_transformers(
+        self, tensors: dict[str, torch.Tensor], dtype: torch.dtype, *, without_memory: bool = False
+    ) -> PreTrainedModel:
+        """Return the model of tensors under their names in files, in evaluation mode.
 
-def _load_tensors(
-    config: PretrainedConfig,
-    tensors: Mapping[str, torch.Tensor],
-    dtype: torch.dtype,
-    folder: Path,
-    *,
-    without_memory: bool = False,
-) -> PreTrainedModel:
-    """Return a causal language model of some tensors, in evaluation mode, with torch's SDPA if it has that.
+        Args:
+            without_memory: on "meta", neither the model nor the tensors have values.
 
-    Args:
-        tensors: by their names in files.
-        folder: where they are from, for errors.
-        without_memory: the model is not to be run, and neither it nor the tensors have values.
-
-    Raises:
-        ValueError: the model has tensors that are not there, or has not all that are there, or has other shapes.
-    """
-    kind, place = causal_lm(config), {"device_map": {"": "meta"}} if without_memory else {}
-    if without_memory:  # transformers would draw missing tensors on the host
-        kind = type(kind.__name__, (kind,), {"__module__": kind.__module__, "_init_weights": lambda self, module: None})
-    with _quiet():
-        try:
-            model, found = kind.from_pretrained(
-                None,
-                config=config,
-                state_dict=dict(tensors),
-                torch_dtype=dtype,
-                attn_implementation=attention_of(config),
-                ignore_mismatched_sizes=True,  # they are listed then, and not raised one by one in a table
-                output_loading_info=True,
-                **place,
-            )
-        except RuntimeError as error:  # of tensors that are to be stacked, as experts
+        Raises:
+            ValueError: the model has tensors that are not there, or has not all that are there, or has other shapes.
+        """
+        kind, place = causal_lm(self.config), {"device_map": {"": "meta"}} if without_memory else {}
+        if without_memory:  # transformers would draw missing tensors on the host
+            own = {"__module__": kind.__module__, "_init_weights": lambda self, module: None}
+            kind = type(kind.__name__, (kind,), own)
+        with _quiet():
+            try:
+                model, found = kind.from_pretrained(
+                    None,
+                    config=self.config,
+                    state_dict=dict(tensors),
+                    torch_dtype=dtype,
+                    attn_implementation=attention_of(self.config),
+                    ignore_mismatched_sizes=True,  # they are in what is found then
+                    output_loading_info=True,
+                    **place,
+                )
+            except RuntimeError as error:  # of tensors that are to be stacked, as experts
+                raise ValueError(
+                    f"The weights in {self.folder} do not fit its config.json ({first_line(error)}); save both again, "
+                    "together."
+                ) from None
+        missing, extra, others = (
+            # some versions give shapes with a name
+            first_of(sorted(key if isinstance(key, str) else str(key[0]) for key in found[f"{fault}_keys"]), _SHOWN)
+            for fault in ("missing", "unexpected", "mismatched")
+        )
+        if others:
             raise ValueError(
-                f"The weights in {folder} do not fit its config.json ({first_line(error)}); save both again, together."
-            ) from None
-    missing, extra, others = (
-        # some versions give shapes with a name
-        sorted(key if isinstance(key, str) else str(key[0]) for key in found[f"{fault}_keys"])
-        for fault in ("missing", "unexpected", "mismatched")
-    )
-    if others:
-        raise ValueError(
-            f"The weights in {folder} do not fit its config.json (size mismatch of {first_of(others, shown=_SHOWN)}); "
-            "save both again, together."
-        )
-    if missing:
-        raise ValueError(f"{folder} lacks {first_of(missing, shown=_SHOWN)}; copy the model again.")
-    if extra:
-        raise ValueError(
-            f"{folder} holds {first_of(extra, shown=_SHOWN)}, which the model of its config.json does not have; give "
-            "the config.json that belongs to the weights."
-        )
-    return model
+                f"The weights in {self.folder} do not fit its config.json (size mismatch of {others}); save both "
+                "again, together."
+            )
+        if missing:
+            raise ValueError(f"{self.folder} lacks {missing}; copy the model again.")
+        if extra:
+            raise ValueError(
+                f"{self.folder} holds {extra}, which the model of its config.json does not have; give the config.json "
+                "that belongs to the weights."
+            )
+        return model
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Leave the sentences to errors: transformers draws progress bars and tables."""
+    """Turn off the progress bars and tables of transformers, whose faults are told in sentences."""
     from transformers.utils import logging
 
     before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -120,9 +120,9 @@ def test_weights_of_a_run_are_cast_from_the_masters_that_training_cast(data, tmp
 def test_a_model_that_no_engine_casts_is_cast_from_its_values(make, tmp_path):
     make().save_pretrained(tmp_path / "model")
     source = FoundModel(tmp_path / "model", FP8Config(), tmp_path)
-    loaded = load_model(source, "fp8", FP8Config(), torch.device("cpu"))
-    assert loaded.from_masters == 0
-    assert report(loaded.model).fp8
+    loaded, from_masters = load_model(source, "fp8", FP8Config(), torch.device("cpu"))
+    assert from_masters == 0
+    assert report(loaded).fp8
 
 
 def test_a_run_is_evaluated_in_sequences_as_long_as_in_training(data, tmp_path):

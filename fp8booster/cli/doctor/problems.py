@@ -21,12 +21,9 @@ class GPU:
 
     index: int
     name: str
-    capability: str
-    """Compute capability, as in "9.0"."""
-    memory: int
-    """Total, in bytes."""
-    attention: str
-    """Kernels that attend to heads of 128 features."""
+    capability: str  # compute capability, as in "9.0"
+    memory: int  # total, in bytes
+    attention: str  # kernels that attend to heads of 128 features
 
 
 @dataclass(frozen=True)
@@ -34,15 +31,12 @@ class Environment:
     """Installed packages and the machine; None stands for "not there"."""
 
     versions: dict[str, str | None]
-    cuda: str | None
-    """CUDA (or ROCm) that PyTorch was built with."""
+    cuda: str | None  # CUDA (or ROCm) that PyTorch was built with
     driver: str | None
     nccl: str | None
     gpus: list[GPU]
-    backends: list[str]
-    """Backends of torch.distributed."""
-    instructions: str | None = None
-    """A defect of the CPU's instructions that this process works around."""
+    backends: list[str]  # backends of torch.distributed
+    instructions: str | None = None  # a defect of the CPU's instructions that this process works around
 
 
 @dataclass(frozen=True)
@@ -50,10 +44,8 @@ class Colossal:
     """The import of Colossal-AI."""
 
     error: str | None
-    missing: str | None
-    """The package that it asked for and did not find."""
-    patches: list[dict[str, str]]
-    """Name, kind (why there is one), summary, place, needed_when and state of each."""
+    missing: str | None  # the package that it asked for and did not find
+    patches: list[dict[str, str]]  # name, kind (why there is one), summary, place, needed_when and state of each
 
 
 @dataclass(frozen=True)
@@ -61,8 +53,7 @@ class Problem:
     """One thing that is wrong or missing."""
 
     sentence: str
-    remedy: str | None
-    """The command that solves it, or None where the sentence says all there is to do."""
+    remedy: str | None  # the command that solves it, or None where the sentence says all there is to do
     stops_training: bool
 
 

@@ -39,10 +39,8 @@ class Check:
 
     device: str
     formats: str
-    error: float | None
-    """Relative, in the Frobenius norm; None where the product did not run."""
-    reason: str | None
-    """The reason against FP8 on the device; None where it can be used."""
+    error: float | None  # relative, in the Frobenius norm; None where the product did not run
+    reason: str | None  # the reason against FP8 on the device; None where it can be used
 
 
 @dataclass(frozen=True)
@@ -55,8 +53,7 @@ class Speed:
     features_out: int
     bf16: float
     fp8: float
-    fp8_fast: float
-    """With fast accumulation."""
+    fp8_fast: float  # with fast accumulation
 
     def teraflops(self, milliseconds: float) -> float:
         return 2 * self.tokens * self.features_in * self.features_out / milliseconds / 1e9

@@ -34,10 +34,8 @@ class Gpu:
     """A kind of GPU with FP8 products."""
 
     name: str
-    memory: float
-    """In GiB, as torch reports it."""
-    blockwise: bool = True
-    """Tell whether the GPU has products with blockwise scales."""
+    memory: float  # in GiB, as torch reports it
+    blockwise: bool = True  # it has products with blockwise scales
 
     def takes(self, size: int) -> bool:
         """Tell whether a step fits whose tensors take so many bytes."""
@@ -62,12 +60,10 @@ class Configuration:
     """One way to train a model, and the memory that it takes."""
 
     name: str
-    precision: str
-    """"bf16" or "fp8"."""
+    precision: str  # "bf16" or "fp8"
     options: TrainOptions
     peaks: Footprint | None = None
-    why_not: str | None = None
-    """The reason where there are no `peaks`."""
+    why_not: str | None = None  # the reason where there are no `peaks`
 
     @property
     def parts(self) -> Counter[str]:

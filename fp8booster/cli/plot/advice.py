@@ -55,18 +55,15 @@ class Tensor:
     role: str
     format: str
     steps: np.ndarray
-    values: dict[str, np.ndarray]
-    """By the names in `NUMBERS`, one for each step; NaN for None."""
+    values: dict[str, np.ndarray]  # by the names in `NUMBERS`, one for each step; NaN for None
 
 
 @dataclass(frozen=True, eq=False)
 class Scales:
     """Content of a `scales.jsonl`."""
 
-    about: dict[str, Any]
-    """The first line: "every", the steps between samples; "config"; "layers"."""
-    tensors: tuple[Tensor, ...]
-    """In the file's order."""
+    about: dict[str, Any]  # the first line: "every", the steps between samples; "config"; "layers"
+    tensors: tuple[Tensor, ...]  # in the file's order
 
     @property
     def samples(self) -> int:
@@ -110,8 +107,7 @@ class Worst:
     role: str
     format: str
     step: int
-    times: float
-    """Multiple of the limit: of the share saturated, of that flushed, or of the noise's power."""
+    times: float  # multiple of the limit: of the share saturated, of that flushed, or of the noise's power
     non_finite: int
     saturated: float
     flushed: float
@@ -147,8 +143,7 @@ def _worst(tensor: Tensor) -> Worst:
 class Advice:
     """An option that would keep more of the values, and the reason."""
 
-    option: str | None
-    """As `--fp8-option` takes it; None where no field of `FP8Config` helps."""
+    option: str | None  # as `--fp8-option` takes it; None where no field of `FP8Config` helps
     reason: str
 
     @property

@@ -44,13 +44,11 @@ class Picture:
 
     title: str
     svg: Markup
-    text: str
-    """A description in words."""
+    text: str  # a description in words
     chart: dict[str, Any]
     """For the page's script: "kind", "box" of the axes and their "limits", "set", "rows" and "quantity" of the data,
     "label" and "unit", and "colors" where the script draws the lines."""
-    shown: str = ""
-    """CSS class of the widths that show it; "": all."""
+    shown: str = ""  # CSS class of the widths that show it; "": all
 
 
 class _Page:

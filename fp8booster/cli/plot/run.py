@@ -26,13 +26,10 @@ class RunRecord:
     """One run."""
 
     folder: Path
-    about: dict[str, Any]
-    """`run.json`, where `fp8booster train` wrote one: its command, machine and options."""
-    losses: dict[str, Losses]
-    """By precision, then by step."""
+    about: dict[str, Any]  # `run.json`, where `fp8booster train` wrote one: its command, machine and options
+    losses: dict[str, Losses]  # by precision, then by step
     scales: Scales | None
-    layers: list[dict[str, Any]] | None
-    """Rows of `fp8booster.report` of the FP8 run, where it has ended."""
+    layers: list[dict[str, Any]] | None  # rows of `fp8booster.report` of the FP8 run, where it has ended
     worst: list[Worst]
     advice: list[Advice]
 
