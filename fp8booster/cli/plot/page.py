@@ -1,4 +1,4 @@
-"""One HTML file about a run, which opens without a network: the template is `page.html`."""
+"""One HTML file about a run, which opens without a network: its data, which the script in `page.html` draws."""
 
 from __future__ import annotations
 
@@ -6,21 +6,16 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
-from matplotlib.colors import Normalize
-from matplotlib.figure import Figure
 
 from fp8booster.cli.metrics import not_in_fp8
 from fp8booster.files import write_whole
 
 from .advice import FLUSHED, SATURATED, Scales, Tensor, depth_of, least_snr
-from .pictures import Box, as_svg, depth_color, draw_axes, draw_losses, draw_map, flushed_norm
 from .run import PAGE, PRECISIONS, Losses, RunRecord
 
 _STEPS = 100  # samples that are drawn, at most
@@ -38,36 +33,10 @@ _SCALES_NOTE = (
 )
 
 
-@dataclass(frozen=True)
-class Picture:
-    """A drawing, and the places of its data in it."""
-
-    title: str
-    svg: Markup
-    text: str  # a description in words
-    chart: dict[str, Any]
-    """For the page's script: "kind", "box" of the axes and their "limits", "set", "rows" and "quantity" of the data,
-    "label" and "unit", and "colors" where the script draws the lines."""
-    shown: str = ""  # CSS class of the widths that show it; "": all
-
-
-class _Page:
-    """Draws pictures, and keeps the data that they share."""
-
-    def __init__(self) -> None:
-        self.data: list[dict[str, Any]] = []
-        self._drawn = 0
-
-    def keep(self, names: Sequence[str], steps: Sequence[int], **quantities: list[list[float | None]]) -> int:
-        """Keep values by names and steps; return the number of the set."""
-        self.data.append({"names": list(names), "steps": [int(step) for step in steps], **quantities})
-        return len(self.data) - 1
-
-    def draw(self, figure: Figure) -> tuple[Markup, dict[str, Any]]:
-        """Return the drawing, and the box of its axes for the page's script."""
-        self._drawn += 1
-        svg, boxes = as_svg(figure, f"p{self._drawn}")
-        return Markup(svg), {"box": [round(float(value), 1) for value in boxes[0]]}
+Chart = dict[str, Any]
+"""For the page's script: "kind", "lines" or "map"; "set", "rows" and "quantity" of the data; "title", and "text" in its
+place; "axis", "label" and "unit". Of lines "limits", left, top, right and bottom, and "legend" or the number of
+"layers" for colours; of a map the "range" of its colours, whether that is "log", and whether they "reverse"."""
 
 
 def require_replaceable(path: Path) -> None:
@@ -87,15 +56,15 @@ def _is_page(file: Path) -> bool:
 
 def write_page(path: Path, run: RunRecord, against: RunRecord | None = None) -> None:
     """Write the page of a run, its losses compared with those of another run."""
-    page, scales = _Page(), run.scales
+    scales, data = run.scales, list[dict[str, Any]]()
     environment = Environment(
         loader=PackageLoader(__name__.rpartition(".")[0], "."), autoescape=True, undefined=StrictUndefined
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     environment.filters.update(share=_share, digits=_digits, least_snr=least_snr)
-    sections = _loss_section(page, _curves(run, against))
+    sections = _loss_section(data, _curves(run, against))
     if scales and scales.tensors:
-        sections += _scale_sections(page, scales)
+        sections += _scale_sections(data, scales)
     text = environment.get_template("page.html").render(
         run=run,
         name=run.folder.absolute().name,
@@ -106,7 +75,7 @@ def write_page(path: Path, run: RunRecord, against: RunRecord | None = None) -> 
         limits={"saturated": SATURATED, "flushed": FLUSHED},
         configuration=run.scales.about["config"] if run.scales else {},
         sections=sections,
-        data=page.data,
+        data=data,
     )
     write_whole(path, text)
 
@@ -140,26 +109,38 @@ def _called(name: str) -> str:
     return name.upper() if name in PRECISIONS else name
 
 
-def _loss_section(page: _Page, curves: Mapping[str, Losses]) -> list[dict[str, Any]]:
+def _loss_section(data: list[dict[str, Any]], curves: Mapping[str, Losses]) -> list[dict[str, Any]]:
     curves = {name: losses for name, losses in curves.items() if losses}
     if not curves:
         return []
     steps = sorted({step for losses in curves.values() for step in _extremes(losses)})
-    drawn = {name: {step: losses[step] for step in steps if step in losses} for name, losses in curves.items()}
-    values = [[_rounded(losses.get(step), 5) for step in steps] for losses in curves.values()]
-    number = page.keep(list(curves), steps, loss=values)
+    base, first = next(iter(curves.items()))
+    kept: dict[str, list[list[float | None]]] = {"loss": [], "change": []}
+    for losses in curves.values():
+        changes = {step: 100 * (losses[step] / first[step] - 1) for step in steps if step in losses and step in first}
+        kept["loss"].append([_rounded(losses.get(step), 5) for step in steps])
+        kept["change"].append([_rounded(changes.get(step), 4) for step in steps])
     last = ", ".join(f"{name} {losses[max(losses)]:.4f}" for name, losses in curves.items())
-    chart = {"kind": "lines", "set": number, "rows": list(range(len(curves))), "quantity": "loss"}
-    pictures = []
-    for shown, width in (("wide", 8.5), ("narrow", 3.6)):
-        figure = draw_losses(drawn, "", width, font=9.0)
-        (left, right), (bottom, top) = figure.axes[-1].get_xlim(), figure.axes[0].get_ylim()
-        svg, place = page.draw(figure)
-        place |= chart | {"limits": [left, top, right, bottom], "label": "loss", "unit": ""}
-        pictures.append(Picture("", svg, f"Loss over steps; at the last step {last}.", place, shown))
+    text = f"Loss over steps; at the last step {last}."
+    charts = []
+    for quantity, rows, axis, unit in (
+        ("loss", range(len(curves)), "loss", ""),
+        ("change", range(1, len(curves)), f"from {base}, %", " %"),
+    ):
+        values = [value for row in rows for value in kept[quantity][row] if value is not None]
+        if values:
+            limits = _limits(steps, min(values), max(values), margin=0.05 * (max(values) - min(values)) or 0.5)
+            chart = {"kind": "lines", "set": len(data), "rows": list(rows), "quantity": quantity, "limits": limits}
+            charts.append(chart | {"axis": axis, "label": axis, "unit": unit, "legend": True, "text": text})
+    data.append({"names": list(curves), "steps": steps, **kept})
     thinned = len(steps) < max(map(len, curves.values()))
     note = "Of each stretch of steps the lowest and the highest are drawn." if thinned else ""
-    return [{"title": "Loss", "note": note, "pictures": pictures, "layout": "single"}]
+    return [{"title": "Loss", "note": note, "charts": charts, "layout": "single"}]
+
+
+def _limits(steps: Sequence[int], low: float, high: float, margin: float) -> list[float]:
+    """Return left, top, right and bottom of the axes of lines."""
+    return [int(steps[0]), high + margin, int(max(steps[-1], steps[0] + 1)), low - margin]
 
 
 def _extremes(losses: Losses) -> set[int]:
@@ -172,7 +153,7 @@ def _extremes(losses: Losses) -> set[int]:
     return kept
 
 
-def _scale_sections(page: _Page, scales: Scales) -> list[dict[str, Any]]:
+def _scale_sections(data: list[dict[str, Any]], scales: Scales) -> list[dict[str, Any]]:
     flushed, noise = [], []
     lines: list[dict[str, Any]] = []
     most = 100 * max((float(np.nanmax(tensor.values["flushed"], initial=0)) for tensor in scales.tensors), default=0)
@@ -183,55 +164,59 @@ def _scale_sections(page: _Page, scales: Scales) -> list[dict[str, Any]]:
         steps = _thinned(steps, max(2, min(_STEPS, _CELLS // len(tensors))))
         exponents = np.log2(_by_step(tensors, steps, "scale"))
         percent, snr = 100 * _by_step(tensors, steps, "flushed"), _by_step(tensors, steps, "snr_db")
-        number = page.keep(
-            [tensor.layer for tensor in tensors],
-            steps,
-            scale=[[_rounded(value, decimals=2) for value in row] for row in exponents],
-            flushed=[[_rounded(value, 2) for value in row] for row in percent],
-            snr=[[_rounded(value, decimals=1) for value in row] for row in snr],
-        )
         labels = [_label(tensor) for tensor in tensors]
-        for quantity, values, label, unit, norm, colors, pictures in (
-            ("flushed", percent, "flushed", "%", flushed_norm(most), "cividis", flushed),
-            ("snr", snr, "signal to noise", "dB", Normalize(*_SNR, clip=True), "cividis_r", noise),
+        for quantity, values, label, unit, colors, charts in (
+            # small shares differ by powers of ten
+            ("flushed", percent, "flushed", "%", {"range": [1e-4, max(most, 1.0)], "log": True}, flushed),
+            ("snr", snr, "signal to noise", "dB", {"range": _SNR, "reverse": True}, noise),
         ):
-            svg, place = page.draw(draw_map(steps, values, labels, norm, colors))
-            place |= {"kind": "map", "set": number, "rows": list(range(len(tensors))), "quantity": quantity}
-            place |= {"label": label, "unit": f" {unit}"}
             text = f"{label}, {role}: {len(tensors)} tensors by {len(steps)} steps, {_range(values, unit)}."
-            pictures.append(Picture(f"{role}: {label}, {unit}", svg, text, place))
+            chart = {"kind": "map", "set": len(data), "rows": list(range(len(tensors))), "quantity": quantity, **colors}
+            axis = "layer" if any(map(str.isdigit, labels)) else ""
+            chart |= {"axis": axis, "label": label, "unit": f" {unit}", "text": text}
+            charts.append(chart | {"title": f"{role}: {label}, {unit}"})
         if role in _LINES:
-            panels = _line_panels(page, role, tensors, number, steps, exponents)
-            lines.append({"title": f"Scales: {role}", "note": _SCALES_NOTE, "pictures": panels, "layout": "grid"})
+            panels = _line_panels(len(data), role, tensors, steps, exponents)
+            lines.append({"title": f"Scales: {role}", "note": _SCALES_NOTE, "charts": panels, "layout": "grid"})
+        data.append(
+            {
+                "names": [tensor.layer for tensor in tensors],
+                "steps": steps.tolist(),
+                "labels": labels,
+                "depths": [_depth(tensor) for tensor in tensors],
+                "scale": [[_rounded(value, decimals=2) for value in row] for row in exponents],
+                "flushed": [[_rounded(value, 2) for value in row] for row in percent],
+                "snr": [[_rounded(value, decimals=1) for value in row] for row in snr],
+            }
+        )
     note = "Layer by layer; point at a cell or a line, or use the arrow keys, to read its value."
     return [
-        {"title": "Share flushed to zero", "note": note, "pictures": flushed, "layout": "grid maps"},
-        {"title": "Noise", "note": "Bright: much noise. Empty: no number.", "pictures": noise, "layout": "grid maps"},
+        {"title": "Share flushed to zero", "note": note, "charts": flushed, "layout": "grid maps"},
+        {"title": "Noise", "note": "Bright: much noise. Empty: no number.", "charts": noise, "layout": "grid maps"},
         *lines,
     ]
 
 
 def _line_panels(
-    page: _Page, role: str, tensors: Sequence[Tensor], number: int, steps: np.ndarray, exponents: np.ndarray
-) -> list[Picture]:
+    number: int, role: str, tensors: Sequence[Tensor], steps: np.ndarray, exponents: np.ndarray
+) -> list[Chart]:
     kinds = [tensor.layer.rpartition(".")[2] for tensor in tensors]
     common = [kind for kind, _ in Counter(kinds).most_common(_KINDS)]
     kinds = [kind if kind in common else "others" for kind in kinds]
     found = exponents[np.isfinite(exponents)]
     if not found.size:
         return []
-    top, bottom = math.ceil(found.max() + 0.5), math.floor(found.min() - 0.5)
-    limits: Box = (float(steps[0]), top, float(max(steps[-1], steps[0] + 1)), bottom)
+    # the same for all kinds, so that they can be compared
+    limits = _limits(steps, math.floor(found.min() - 0.5), math.ceil(found.max() + 0.5), margin=0)
     layers = 1 + max((depth for tensor in tensors if (depth := _depth(tensor)) < _NO_LAYER), default=0)
-    svg, place = page.draw(draw_axes(limits, layers))  # one for all, as they have the same limits
-    pictures = []
+    panels = []
     for kind in dict.fromkeys(kinds):
         rows = [row for row, each in enumerate(kinds) if each == kind]
-        chart = {"kind": "lines", "set": number, "rows": rows, "quantity": "scale", "limits": limits}
-        chart |= {"colors": [depth_color(min(_depth(tensors[row]), layers - 1), layers) for row in rows]}
+        chart = {"kind": "lines", "set": number, "rows": rows, "quantity": "scale", "limits": limits, "layers": layers}
         text = f"Binary logarithm of the scale, {role} of {len(rows)} layers {kind}: {_range(exponents[rows], '')}."
-        pictures.append(Picture(f"{role}: {kind}", svg, text, place | chart | {"label": "log2 of scale", "unit": ""}))
-    return pictures
+        chart |= {"axis": "log2 of scale", "label": "log2 of scale", "unit": "", "text": text}
+        panels.append(chart | {"title": f"{role}: {kind}"})
+    return panels
 
 
 def _by_step(tensors: Sequence[Tensor], steps: np.ndarray, name: str) -> np.ndarray:
