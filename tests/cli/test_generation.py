@@ -178,10 +178,10 @@ def test_what_cannot_be_done_is_refused_in_a_sentence(folder):
         (("gone", "--temperature", "inf"), "--temperature is inf; give 0"),
         (("gone", "--seed", "5"), "--seed 5 is of sampling, and --temperature is 0; give one above, or leave"),
         (("gone", "--precision", "bf16", "--fp8-option", "always=true"), "--fp8-option is about FP8, and --precision"),
-        ((folder, *TWICE), "--fp8-option granularity is given twice; give it once"),
+        ((folder, *TWICE), "--fp8-option scaling is given twice; give it once"),
         (
             (folder, "--fp8-option", "activations.recompute=all"),
-            "--fp8-option recompute is about training, and changes nothing",
+            "--fp8-option activations.recompute is about training, and changes nothing",
         ),
         (("gone", "--temperature", "1", "--seed", 2**64), f"--seed is {2**64}; give a whole number from 0 to"),
         ((folder, "--prompt", ""), "--prompt is empty"),
