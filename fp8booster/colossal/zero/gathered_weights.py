@@ -38,7 +38,6 @@ from fp8booster.nn.linear.layer import FP8Layer, restore_weight
 from fp8booster.nn.sharding import NOT_FP8, Filled, ScaleGroup, ShardedCast, count_readers, scale_groups, why_in_16_bits
 from fp8booster.nn.weights.engine import EngineWeight
 from fp8booster.nn.weights.memory import fits
-from fp8booster.nn.weights.stacking import are_stacked, stacked_columns, stacked_view
 from fp8booster.tensor import QuantizedMatrix
 
 NAME = "weight gather"
@@ -158,22 +157,24 @@ class GatheredWeights:
         masters, readers = optimizer.get_working_to_master_map(), count_readers(model)
         for by_stage in getattr(optimizer, "shared_params", ()):
             readers.update(by_stage.values())  # other pipeline stages hold it too
-        sent: dict[nn.Parameter, FP8Layer] = {}
+        layers: list[FP8Layer] = []
         for module in model.modules():
-            if isinstance(module, FP8Layer) and id(weight := module._parameters.get("weight")) in masters:
-                sent[weight] = module
-            elif isinstance(module, FP8Experts):
+            if isinstance(module, FP8Experts):
                 held = (getattr(module, name) for name in module.fp8_weights)
                 self._reasons |= dict.fromkeys(held, "experts held as one parameter")
-        for weight in list(sent):
-            reason = why_in_16_bits(sent[weight], readers=readers[weight], of_engine=self._why_not_cast(weight))
-            if reason is not None:
-                self._reasons[weight] = reason
-                del sent[weight]
+            elif isinstance(module, FP8Layer) and id(weight := module._parameters.get("weight")) in masters:
+                reason = why_in_16_bits(module, readers=readers[weight], of_engine=self._why_not_cast(weight))
+                if reason is None:
+                    layers.append(module)
+                else:
+                    self._reasons[weight] = reason
         self._copies_fit = fits(model, bytes_a_value=2)
-        memory = self._memory_of_experts(model, sent)
-        for group in scale_groups(sent.values(), merged_layers(model), self._why_apart):
-            self._allocate(group, memory)
+        groups = scale_groups(layers, merged_layers(model), self._why_apart)
+        self._allocate_blocks(groups, [block for experts in grouped_experts(model) for block in experts.products()])
+        for group in groups:
+            if not group.filled:
+                flat, whole = self._memory(group.layers)
+                self._lay(group, whole, flat)
         self._plan: _Plan | None = None  # of the last step
         self._ready: torch.cuda.Event | None = None
         self._read_beside: Mapping[GatheredWeight, Shard] | None = None
@@ -224,77 +225,66 @@ class GatheredWeights:
         together = (
             len({self._optimizer.param_to_pg[weight] for weight in merged.weights}) == 1
             and len({layer.fp8_config for layer in merged.layers}) == 1
-            and not any(self._padded_size(weight) != weight.numel() for weight in merged.weights)
+            and not any(map(self._is_padded, merged.layers))
         )
         return None if together else "the weights are not gathered into one matrix"
 
-    def _padded_size(self, weight: nn.Parameter) -> int:
-        """Return the number of values in all shards of a weight."""
-        return self._optimizer._working_param_to_padded_working_param[weight].numel()
+    def _padded_size(self, layer: FP8Layer) -> int:
+        """Return the number of values in all shards of a layer's weight."""
+        return self._optimizer._working_param_to_padded_working_param[layer.held_weight].numel()
+
+    def _is_padded(self, layer: FP8Layer) -> bool:
+        return self._padded_size(layer) != layer.held_weight.numel()
 
     def _memory(self, layers: Sequence[FP8Layer]) -> tuple[torch.Tensor, QuantizedMatrix]:
         """Make memory for the shards of layers' weights, and for their FP8 matrix, stacked by rows, within it."""
         first, dtype = layers[0].held_weight, layers[0].fp8_config.weight_format
         rows, columns = sum(len(layer.held_weight) for layer in layers), first.shape[1]
-        flat = first.new_empty(sum(self._padded_size(layer.held_weight) for layer in layers), dtype=dtype)
+        flat = first.new_empty(sum(map(self._padded_size, layers)), dtype=dtype)
         # one that lies transposed is multiplied in forward by what is not gathered
         has_transpose = layers[0].fp8_config.keeps_transposes or layers[0].weight_is_transposed
         transpose = first.new_empty((columns, rows) if has_transpose else 0, dtype=dtype)
         inverse_scale = first.new_empty((), dtype=torch.float32)
         return flat, QuantizedMatrix(flat[: rows * columns].view(rows, columns), transpose, inverse_scale, None)
 
-    def _memory_of_experts(
-        self, model: nn.Module, sent: Mapping[nn.Parameter, FP8Layer]
-    ) -> dict[nn.Parameter, tuple[torch.Tensor, torch.Tensor]]:
-        """Make memory for weights that grouped products read as one, stacked by rows.
+    def _allocate_blocks(self, groups: Sequence[ScaleGroup], blocks: Sequence[Sequence[FP8Layer]]) -> None:
+        """Let weights that grouped products read as one, those of experts, lie stacked by rows in one matrix."""
+        group_of = {layer: group for group in groups for layer in group.layers}
+        for block in blocks:
+            of_block = list(dict.fromkeys(group_of.get(layer) for layer in block))
+            if None in of_block or [layer for group in of_block for layer in group.layers] != list(block):
+                continue  # a product copies what it reads as one, once a step
+            if any(map(self._is_padded, block)):
+                continue
+            _, (data, transpose, *_) = self._memory(block)
+            begin = 0
+            for group in of_block:
+                end = begin + sum(len(layer.held_weight) for layer in group.layers)
+                columns = transpose[:, begin:end] if transpose.dim() == 2 else transpose
+                inverse_scale = data.new_empty((), dtype=torch.float32)
+                self._lay(group, QuantizedMatrix(data[begin:end], columns, inverse_scale, None))
+                begin = end
+
+    def _lay(self, group: ScaleGroup, whole: QuantizedMatrix, flat: torch.Tensor | None = None) -> None:
+        """Let a group's weights be gathered into a matrix, and their layers read it there.
 
         Args:
-            model: whose experts they are.
-            sent: the layer of each weight that is gathered in FP8.
-
-        Returns:
-            by weight, its FP8 values [N, K] and their transpose [K, N], or an empty tensor.
+            group: of the weights.
+            whole: their FP8 matrix.
+            flat: its memory with padding, where a lone weight has some.
         """
-        memory = {}
-        for experts in grouped_experts(model):
-            for layers in experts.products():
-                weights = [layer.held_weight for layer in layers]
-                if all(weight in sent and self._padded_size(weight) == weight.numel() for weight in weights):
-                    _, (data, transpose, *_) = self._memory(layers)
-                    rows = [len(weight) for weight in weights]
-                    columns = transpose.split(rows, 1) if transpose.dim() == 2 else [transpose] * len(rows)
-                    memory.update(zip(weights, zip(data.split(rows), columns, strict=True), strict=True))
-        return memory
-
-    def _allocate(
-        self, group: ScaleGroup, of_experts: Mapping[nn.Parameter, tuple[torch.Tensor, torch.Tensor]]
-    ) -> None:
-        """Give a group's weights memory, in that of experts where they lie together there, and their layers sources."""
-        flat, whole = None, None
-        parts = [of_experts.get(layer.held_weight) for layer in group.layers]
-        if None not in parts and are_stacked([data for data, _ in parts]):
-            transposes = [transpose for _, transpose in parts]
-            transpose = transposes[0] if transposes[0].dim() == 1 else stacked_columns(transposes)
-            if transpose is not None:
-                inverse_scale = transpose.new_empty((), dtype=torch.float32)
-                whole = QuantizedMatrix(stacked_view([data for data, _ in parts]), transpose, inverse_scale, None)
-        if whole is None:
-            flat, whole = self._memory(group.layers)
         config = group.layers[0].fp8_config
         keeps_16_bits = (
             config.keeps_high_precision if config.weight_copies.high_precision is not None else self._copies_fit
         )
-        sources: list[EngineWeight] = []
         for layer in group.layers:
             ways = () if keeps_16_bits else (self.restore, partial(self._keep, layer.held_weight))
             layer.fp8_weight = EngineWeight(layer.weight_is_transposed, *ways)
-            sources.append(layer.fp8_weight)
         if group.merged is not None:
             group.merged.fp8_weight = EngineWeight()
-            sources.append(group.merged.fp8_weight)
-        for source in sources:
-            source.always = not keeps_16_bits
         group.lie_in(whole)
+        for filled in group.filled:
+            filled.source.always = not keeps_16_bits
         for layer, part in zip(group.layers, group.parts, strict=True):
             own = part.data.view(-1) if flat is None or len(group.layers) > 1 else flat
             self._weights[layer.held_weight] = GatheredWeight(layer, group, part, own, keeps_16_bits)

@@ -1,7 +1,12 @@
-"""Colossal-AI's ZeRO optimizer with FP8 on the wire: gradients are reduced, and FP8 layers' weights gathered, in FP8.
+"""Colossal-AI's ZeRO optimizer with FP8 on the wire.
+
+1. Backward makes gradients, which fill buckets. A full bucket is reduce-scattered in FP8 while backward goes on, and
+   each rank keeps its own part of the means.
+2. `step` divides by loss scale and norm, and each rank updates its shards of the FP32 masters: first those of weights
+   that are sent in 16 bits, which are gathered while the others are updated.
+3. The weights of FP8 layers are cast from the masters and gathered in FP8 (`gathered_weights`).
 
 Subclasses of Colossal-AI's optimizer have a class here that is both: `class FP8...(FP8ZeroOptimizer, Native...)`.
-
 `LowLevelZeroOptimizer.step` (zero/low_level/low_level_optim.py:514) is one piece that ends by gathering every weight in
 16 bits, so it is written anew here over the same stores, with the same arithmetic. So is `_run_reduction` (:323), which
 reduces whole gradients on every rank in stage 1, where each rank needs its part alone. In every stage gradients enter
@@ -13,7 +18,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,21 +35,17 @@ from fp8booster import comm
 from fp8booster.colossal.boosted_optimizer import BoostedOptimizer
 from fp8booster.colossal.zero.gathered_weights import GatheredWeight, GatheredWeights, Shard
 from fp8booster.colossal.zero.gradient_store import AccumulatedGradients
-from fp8booster.colossal.zero.noted_norms import note_norms, noted_norms
+from fp8booster.colossal.zero.noted_norms import NormQueue, noted_norms
 from fp8booster.comm import AutomaticScaling, Encoding
 from fp8booster.comm.transport import gather_many
 from fp8booster.config import FP8Config
 from fp8booster.kernels.message_layout import side_by_side
 from fp8booster.nn.modules import change_class
 from fp8booster.optim import AdamW, one_pass
-from fp8booster.optim.gradient_sums import GradientSum
 from fp8booster.optim.steps import clipping_divisor
 
-NORM_BYTES = 2**29
-"""Gradients whose norms are found at once, beside backward."""
 
-
-class _Update(NamedTuple):
+class Update(NamedTuple):
     """A parameter that is updated, or sent as if it had been."""
 
     working: nn.Parameter
@@ -55,7 +56,7 @@ class _Update(NamedTuple):
     group_id: int
 
     gathered: GatheredWeight | None
-    """What it is sent as in FP8; None: it is sent in the working dtype."""
+    """The FP8 memory that it is sent in; None: it is sent in the working dtype."""
 
     gradient: torch.Tensor | None = None
     """This rank's part, on the master's device."""
@@ -64,18 +65,12 @@ class _Update(NamedTuple):
 class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
     """The ZeRO optimizer of stages 1 and 2, sending FP8."""
 
-    reduces_during_backward: ClassVar[bool] = True
-    """Gradients are reduced as backward makes them where Colossal-AI would wait for its end too. Not where ranks may
-    differ in which parameters get a gradient."""
-
     before_update: Callable[[], object] | None = None
     """Called in each step when the gradients' norm is known and no weight has changed; what it raises ends the step. A
     hook of the optimizer inside would make it step in more passes (`one_pass.why_not`)."""
 
     gathered_weights: GatheredWeights
-
     gradient_encoding: Encoding
-
     automatic_scaling: AutomaticScaling | None
 
     reduces_beside_backward: bool
@@ -83,20 +78,16 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
 
     pg_to_grad_store: dict[dist.ProcessGroup | tuple[dist.ProcessGroup, ...], AccumulatedGradients]
 
-    _accumulates_codes: bool
-    """`FP8Config.gradient_accumulation` is "8-bit"."""
-
     updates_in_backward: bool
     """The optimizer inside updates a bucket's masters when it is reduced, and no gradient is kept for the step."""
+
+    _parameters: dict[nn.Parameter, Update]
+    """By working weight, in the order of the groups, without gradients."""
 
     _updated_amaxes: dict[nn.Parameter, torch.Tensor]
     """Of each working weight that this backward has updated the master of, the amax of this rank's shard."""
 
-    _group_of: dict[int, int]
-    """The parameter group of each working weight, by its id as in Colossal-AI's stores."""
-
-    _without_norm: defaultdict[BucketStore, list[GradientSum]]
-    """Of each bucket, the parts that this backward has reduced and whose norms are yet to be found."""
+    _norms: defaultdict[BucketStore, NormQueue]
 
     _warned_of_no_sync: bool = False
 
@@ -114,35 +105,29 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         """
         change_class(optimizer, cls)
         optimizer.trained = model
-        optimizer.gathered_weights = GatheredWeights(model, optimizer)
-        optimizer._group_of = {
-            id(working): group_id for group_id, group in optimizer._working_param_groups.items() for working in group
+        optimizer.gathered_weights = sent = GatheredWeights(model, optimizer)
+        masters = optimizer.working_to_master_param
+        optimizer._parameters = {
+            working: Update(working, masters[id(working)], group_id, sent.of(working))
+            for group_id, group in optimizer._working_param_groups.items()
+            for working in group
         }
-        optimizer._without_norm = defaultdict(list)
+        optimizer._norms, optimizer._updated_amaxes = defaultdict(NormQueue), {}
         optimizer.gradient_encoding = config.messages or Encoding()
-        optimizer.automatic_scaling = (
-            AutomaticScaling(
-                max(store.world_size for store in optimizer.pg_to_grad_store.values()),
-                get_accelerator().get_current_device(),
-            )
-            if config.messages is not None and config.messages.automatic_scaling
-            else None
-        )
+        optimizer.automatic_scaling = None
+        if optimizer.gradient_encoding.automatic_scaling:
+            ranks = max(store.world_size for store in optimizer.pg_to_grad_store.values())
+            optimizer.automatic_scaling = AutomaticScaling(ranks, get_accelerator().get_current_device())
         # Colossal-AI's flag makes the host wait for the device after each backward; here streams wait for each other
         optimizer.reduces_beside_backward = optimizer._overlap_communication
         optimizer._overlap_communication = False
         optimizer.updates_in_backward = isinstance(optimizer.optim, AdamW) and optimizer.optim.updates_in_backward
-        optimizer._updated_amaxes = {}
         for store in optimizer.pg_to_grad_store.values():
             AccumulatedGradients.convert_in_place(store, config.gradient_accumulation, widens=optimizer._master_weights)
-        optimizer._accumulates_codes = config.gradient_accumulation == "8-bit"
-        if cls.reduces_during_backward and not optimizer.grad_handles:
+        if not optimizer.grad_handles:
             optimizer._attach_reduction_hook()  # Colossal-AI has none in stage 1 without overlap
 
-    def _reduce_grad(self, partition_grad: bool) -> None:
-        """Reduce what the hooks left: the last bucket, and what earlier micro-batches alone gave (`no_sync`)."""
-        self._run_reduction()
-        self._sync_grad()
+    # --- backward: buckets of gradients are reduced, and each rank keeps its part
 
     def _add_to_bucket(self, param: nn.Parameter, group_id: int) -> None:
         # in Colossal-AI a bucket ends where the parameter group changes, and with vectors in a group of their own,
@@ -153,17 +138,22 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
             self._reduce_bucket(bucket)  # this one alone: others may still fill
         bucket.add_param_grad(group_id, param, self.get_param_padding_size(param))
 
+    def _reduce_grad(self, partition_grad: bool) -> None:
+        """Reduce what the hooks left: the last bucket, and what earlier micro-batches alone gave (`no_sync`)."""
+        self._run_reduction()
+        self._sync_grad()
+
     def _run_reduction(self) -> None:
         accelerator = get_accelerator()
         for bucket in self.pg_to_bucket_store.values():
             if bucket.num_elements_in_bucket() > 0:
                 self._reduce_bucket(bucket)
-            self._without_norm[bucket].clear()  # the step finds the norms of the last ones
+            self._norms[bucket].waiting.clear()  # the step finds the norms of the last ones
             if self.reduces_beside_backward and accelerator.name == "cuda":
                 accelerator.current_stream().wait_stream(bucket.comm_stream)
 
     def _reduce_bucket(self, bucket: BucketStore) -> None:
-        """Reduce-scatter a bucket's gradients and keep this rank's part of each."""
+        """Reduce-scatter a bucket's gradients; add this rank's part of each to its sum, or update the master by it."""
         parameters, gradients = _taken_out(bucket, self.gradient_encoding.block_size or 1)
         if self.updates_in_backward:
             self.gathered_weights.wait()  # it overwrites what they are cast from
@@ -176,57 +166,19 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
                 gradient.record_stream(stream)  # its memory outlives its last use on this stream
         with accelerator.stream(stream):
             own = self._reduced(bucket, gradients)
-            sizes = [gradient.numel() // bucket.world_size for gradient in gradients]
+            parts = own.split([gradient.numel() // bucket.world_size for gradient in gradients])
             if self.updates_in_backward:
-                self._update(dict(zip(parameters, own.split(sizes), strict=True)))
+                self._update(dict(zip(parameters, parts, strict=True)))
                 return
-            store, group_of = self.pid_to_grad_store, self._group_of
-            sums = [
-                store[number].add(part, group_of[number], number)
-                for number, part in zip(map(id, parameters), own.split(sizes), strict=True)
-            ]
-            if not self._accumulates_codes:  # whose norms are those of what the step decodes
-                self._find_norms(bucket, sums)
-
-    def _find_norms(self, bucket: BucketStore, sums: list[GradientSum]) -> None:
-        """Find the norms of a bucket's sums, and of those before, when they are many: a launch takes the host time."""
-        waiting = self._without_norm[bucket]
-        waiting += sums
-        if sum(each.nbytes for each in waiting) >= NORM_BYTES:
-            note_norms(waiting)
-            waiting.clear()
-
-    def _update(self, gradients: Mapping[nn.Parameter, torch.Tensor]) -> None:
-        """Update the masters of working weights, given this rank's parts of their gradients.
-
-        Raises:
-            RuntimeError: one has been updated since the last step.
-        """
-        if not self._updated_amaxes.keys().isdisjoint(gradients):
-            raise RuntimeError(
-                "a second backward has come before step(), and the optimizer updates in backward; call step() after "
-                "each backward, or make the optimizer without update_in_backward"
-            )
-        updates = [
-            update._replace(gradient=_on(update.master.device, gradient))
-            for update, gradient in zip(map(self._update_of, gradients), gradients.values(), strict=True)
-        ]
-        self._updated_amaxes.update(zip(gradients, self._in_one_pass(updates, None), strict=True))
-
-    def _update_of(self, working: nn.Parameter) -> _Update:
-        return _Update(
-            working,
-            self.working_to_master_param[id(working)],
-            self._group_of[id(working)],
-            self.gathered_weights.of(working),
-        )
-
-    def _updates_of_all(self) -> list[_Update]:
-        """Of each working weight, without a gradient."""
-        return [self._update_of(working) for group in self._working_param_groups.values() for working in group]
+            sums = []
+            for parameter, part in zip(parameters, parts, strict=True):
+                store = self.pid_to_grad_store[id(parameter)]
+                sums.append(store.add(part, self._parameters[parameter].group_id, id(parameter)))
+            if store.kind != "8-bit":  # whose norms are those of what the step decodes
+                self._norms[bucket].add(sums)
 
     def _reduced(self, bucket: BucketStore, gradients: list[torch.Tensor]) -> torch.Tensor:
-        """This rank's parts of the means over ranks, one after the other.
+        """Return this rank's parts of the means over ranks, one after the other.
 
         Sums are FP32 and rounded once, to BF16 where gradients are BF16, as Colossal-AI's sums are: the optimizer reads
         half as much. FP16 is too narrow for a sum that is yet to be divided by the loss scale.
@@ -250,6 +202,19 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
                 gradients = part.split(sizes)
         return part.to(kept)
 
+    def _update(self, gradients: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        """Update the masters of working weights, given this rank's parts of their gradients.
+
+        Raises:
+            RuntimeError: one has been updated since the last step.
+        """
+        if not self._updated_amaxes.keys().isdisjoint(gradients):
+            raise RuntimeError(
+                "a second backward has come before step(), and the optimizer updates in backward; call step() after "
+                "each backward, or make the optimizer without update_in_backward"
+            )
+        self._updated_amaxes |= self._in_one_pass(self._with(gradients), None)
+
     def no_sync(self) -> AbstractContextManager[None]:
         """As it is; the gradients of such micro-batches add up whole, in `.grad`."""
         (kind,) = {store.kind for store in self.pg_to_grad_store.values()}
@@ -261,6 +226,8 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
                 ranks=[0],
             )
         return super().no_sync()
+
+    # --- step: masters are updated
 
     def step(self, closure: None = None) -> None:
         """Update this rank's master shards and publish the new weights to all ranks.
@@ -277,28 +244,24 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
                 self._logger.info("Found overflow. Skip step")
             self.zero_grad()
             return
-        if self.updates_in_backward:
-            self._step_scaling()
-            self._publish_updated()
-            return
-        self.gathered_weights.wait()  # the optimizer overwrites what they are cast from
-        if isinstance(self.optim, DistributedLamb):
-            self.gathered_weights.restore()  # its trust ratios are of the norms of working weights
-        divisor = self._divisor()
-        if self.before_update is not None:
-            self.before_update()
-        self._step_scaling()
-        updates = [update for group_id in range(self.num_param_groups) for update in self._taken(group_id)]
-        works, amaxes = self._step_optimizer(updates, divisor)
-        for group_id, masters in self._master_param_groups_of_current_rank.items():
-            release_param_grad(masters)
-            self.optim.param_groups[group_id]["params"] = masters
-        self._publish(updates, works, amaxes)
-
-    def _step_scaling(self) -> None:
-        """Let automatic scaling go on to the next step: not in one that is skipped."""
+        if not self.updates_in_backward:
+            self.gathered_weights.wait()  # the optimizer overwrites what they are cast from
+            if isinstance(self.optim, DistributedLamb):
+                self.gathered_weights.restore()  # its trust ratios are of the norms of working weights
+            divisor = self._divisor()
+            if self.before_update is not None:
+                self.before_update()
         if self.automatic_scaling is not None:
-            self.automatic_scaling.step()
+            self.automatic_scaling.step()  # not in a step that is skipped
+        if self.updates_in_backward:
+            amaxes, self._updated_amaxes = self._updated_amaxes, {}
+            updates = [update for working, update in self._parameters.items() if working in amaxes]
+            self._step_of_nothing()
+            works = self._gather(_in_16_bits(updates))
+        else:
+            updates = self._with_gradients()
+            works, amaxes = self._step_optimizer(updates, divisor)
+        self._publish(updates, works, amaxes)
 
     def forget_step(self) -> None:
         """As `BoostedOptimizer.forget_step`; counts of automatic scaling too."""
@@ -306,34 +269,21 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         if self.automatic_scaling is not None:
             self.automatic_scaling.forget_step()
 
-    def _publish_updated(self) -> None:
-        """Publish the weights whose masters backward has updated."""
-        amaxes, self._updated_amaxes = self._updated_amaxes, {}
-        updates = [update for update in self._updates_of_all() if update.working in amaxes]
-        self._step_of_nothing()
-        self._publish(updates, self._gather(_in_16_bits(updates)), [amaxes[update.working] for update in updates])
+    def _with(self, gradients: Mapping[nn.Parameter, torch.Tensor]) -> list[Update]:
+        """Return the updates of working weights by their gradients, which come to the masters' devices."""
+        updates = [(self._parameters[working], gradient) for working, gradient in gradients.items()]
+        return [update._replace(gradient=_on(update.master.device, gradient)) for update, gradient in updates]
 
-    def _taken(self, group_id: int) -> list[_Update]:
-        """What a step updates of a parameter group.
-
-        Parameters without a gradient, such as of a dropped layer, are left out, of the optimizer's group too.
-        """
-        updates = []
-        store_of, gathered_as = self.pid_to_grad_store, self.gathered_weights.of
-        pairs = zip(
-            self._working_param_groups[group_id], self._master_param_groups_of_current_rank[group_id], strict=True
-        )
-        for working, master in pairs:
-            gradient = store_of[id(working)].gradient(group_id, id(working))
-            if gradient is not None:
-                gradient = _on(master.device, gradient)
-                updates.append(_Update(working, master, group_id, gathered_as(working), gradient))
-        self.optim.param_groups[group_id]["params"] = [update.master for update in updates]
-        return updates
+    def _with_gradients(self) -> list[Update]:
+        """Return the updates of a step; parameters without a gradient, such as of a dropped layer, are left out."""
+        found = {
+            working: self.pid_to_grad_store[id(working)].gradient(update.group_id, id(working))
+            for working, update in self._parameters.items()
+        }
+        return self._with({working: gradient for working, gradient in found.items() if gradient is not None})
 
     def _divisor(self) -> torch.Tensor | None:
-        """What gradients are divided by, to undo the loss scale and to clip by the norm over all ranks as Colossal-AI
-        does.
+        """Find the divisor of gradients, which undoes the loss scale and clips by the norm over all ranks.
 
         Returns:
             float32 [], which the host does not wait for; None where it is one.
@@ -345,67 +295,8 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
             return clipping_divisor(norm, divisor, self._clip_grad_norm)
         return None if divisor == 1 else torch.full_like(norm, divisor)
 
-    def _step_optimizer(
-        self, updates: list[_Update], divisor: torch.Tensor | None
-    ) -> tuple[list[dist.Work], Sequence[torch.Tensor | None]]:
-        """Step with the masters that have a gradient, and begin to send the weights that are sent in 16 bits.
-
-        Where the optimizer is one of torch's, it is one pass over memory, over these weights first: the next forward
-        reads them first, and they are sent while the others are updated.
-
-        Args:
-            updates: of what has a gradient.
-            divisor: what gradients are divided by; None: they are not.
-
-        Returns:
-            what `_gather` gave for the weights in 16 bits, and the amax of each master: float32 [], on its device, or
-            None where it is not known.
-        """
-        in_16_bits = _in_16_bits(updates)
-        reason = one_pass.why_not(self.optim)
-        if reason != self._why_by_itself:
-            self._why_by_itself = reason
-            if reason is not None:
-                self._logger.info(f"The optimizer steps by itself, in more passes: {reason}.", ranks=[0])
-        if reason is not None:
-            self._attach(updates, divisor)
-            self.optim.step()
-            return self._gather(in_16_bits), [None] * len(updates)
-        first = iter(self._in_one_pass(in_16_bits, divisor))
-        works = self._gather(in_16_bits)
-        rest = iter(self._in_one_pass([each for each in updates if each.gathered is not None], divisor))
-        self._step_of_nothing()
-        return works, [next(first if each.gathered is None else rest) for each in updates]
-
-    def _step_of_nothing(self) -> None:
-        """Let the optimizer inside step when all masters are updated: schedules count its calls."""
-        for group in self.optim.param_groups:
-            group["params"] = []
-        self.optim.step()
-        for group_id, masters in self._master_param_groups_of_current_rank.items():
-            self.optim.param_groups[group_id]["params"] = masters
-
-    def _in_one_pass(self, updates: Sequence[_Update], divisor: torch.Tensor | None) -> list[torch.Tensor]:
-        """Update masters; the amax of each."""
-        amaxes: dict[int, torch.Tensor] = {}
-        for group_id, group in enumerate(self.optim.param_groups):
-            places = [place for place, update in enumerate(updates) if update.group_id == group_id]
-            masters, gradients = [updates[each].master for each in places], [updates[each].gradient for each in places]
-            found = one_pass.step_group(self.optim, group, masters, gradients, divisor)
-            amaxes.update(zip(places, found, strict=True))
-        return [amaxes[place] for place in range(len(updates))]
-
-    def _attach(self, updates: list[_Update], divisor: torch.Tensor | None) -> None:
-        """Give masters their gradients, of their dtype and divided, for an optimizer that steps by itself."""
-        masters = [update.master for update in updates]
-        for master, update in zip(masters, updates, strict=True):
-            master.grad = update.gradient.to(master.dtype)
-        if divisor is not None:
-            for device in {master.device for master in masters}:  # offloaded ones lie on the CPU
-                torch._foreach_div_([master.grad for master in masters if master.device == device], divisor.to(device))
-
     def _norm(self) -> torch.Tensor:
-        """The norm of all gradients over all ranks, times the loss scale: float32 [], on the device."""
+        """Return the norm of all gradients over all ranks, times the loss scale: float32 [], on the device."""
         device = get_accelerator().get_current_device()
         squares = torch.zeros((), dtype=torch.float32, device=device)
         for group, store in self.pg_to_grad_store.items():
@@ -422,27 +313,101 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
             squares += of_group
         return squares.sqrt()
 
-    def _publish(self, updates: list[_Update], works: list[dist.Work], amaxes: Sequence[torch.Tensor | None]) -> None:
+    def _step_optimizer(
+        self, updates: list[Update], divisor: torch.Tensor | None
+    ) -> tuple[list[dist.Work], dict[nn.Parameter, torch.Tensor]]:
+        """Step with the masters that have a gradient, and begin to send the weights that are sent in 16 bits.
+
+        Where the optimizer is one of torch's, it is one pass over memory, over these weights first: the next forward
+        reads them first, and they are sent while the others are updated.
+
+        Args:
+            updates: of what has a gradient.
+            divisor: of gradients; None: they are not divided.
+
+        Returns:
+            the gathers of weights in 16 bits, and the amax of each master where it is known: float32 [], on its device.
+        """
+        in_16_bits = _in_16_bits(updates)
+        reason = one_pass.why_not(self.optim)
+        if reason != self._why_by_itself:
+            self._why_by_itself = reason
+            if reason is not None:
+                self._logger.info(f"The optimizer steps by itself, in more passes: {reason}.", ranks=[0])
+        if reason is None:
+            amaxes = self._in_one_pass(in_16_bits, divisor)
+            works = self._gather(in_16_bits)
+            amaxes |= self._in_one_pass([each for each in updates if each.gathered is not None], divisor)
+            self._step_of_nothing()
+            return works, amaxes
+        self._attach(updates, divisor)
+        for group_id, group in enumerate(self.optim.param_groups):
+            group["params"] = [update.master for update in updates if update.group_id == group_id]
+        self.optim.step()
+        self._give_back_masters()
+        for masters in self._master_param_groups_of_current_rank.values():
+            release_param_grad(masters)
+        return self._gather(in_16_bits), {}
+
+    def _step_of_nothing(self) -> None:
+        """Let the optimizer inside step when all masters are updated: schedules count its calls."""
+        for group in self.optim.param_groups:
+            group["params"] = []
+        self.optim.step()
+        self._give_back_masters()
+
+    def _give_back_masters(self) -> None:
+        for group_id, masters in self._master_param_groups_of_current_rank.items():
+            self.optim.param_groups[group_id]["params"] = masters
+
+    def _in_one_pass(self, updates: Sequence[Update], divisor: torch.Tensor | None) -> dict[nn.Parameter, torch.Tensor]:
+        """Update masters, and return the amax of each by its working weight."""
+        amaxes: dict[nn.Parameter, torch.Tensor] = {}
+        for group_id, group in enumerate(self.optim.param_groups):
+            of_group = [update for update in updates if update.group_id == group_id]
+            masters, gradients = [each.master for each in of_group], [each.gradient for each in of_group]
+            found = one_pass.step_group(self.optim, group, masters, gradients, divisor)
+            amaxes.update(zip((each.working for each in of_group), found, strict=True))
+        return amaxes
+
+    def _attach(self, updates: list[Update], divisor: torch.Tensor | None) -> None:
+        """Give masters their gradients, of their dtype and divided, for an optimizer that steps by itself."""
+        masters = [update.master for update in updates]
+        for master, update in zip(masters, updates, strict=True):
+            master.grad = update.gradient.to(master.dtype)
+        if divisor is not None:
+            for device in {master.device for master in masters}:  # offloaded ones lie on the CPU
+                torch._foreach_div_([master.grad for master in masters if master.device == device], divisor.to(device))
+
+    # --- after it: all ranks get the new weights
+
+    def _publish(
+        self, updates: list[Update], works: list[dist.Work], amaxes: Mapping[nn.Parameter, torch.Tensor]
+    ) -> None:
         """Send the new weights of FP8 layers in FP8 to all ranks, and wait for the others.
 
         Args:
             updates: of what is sent in all.
             works: the gathers of what is sent in 16 bits, under way.
-            amaxes: of each master, where it is known.
+            amaxes: of the masters, by working weight, where they are known.
         """
         device = get_accelerator().get_current_device()
-        self.gathered_weights.publish(
-            {
-                update.gathered: Shard(_on(device, update.master), None if amax is None else _on(device, amax))
-                for update, amax in zip(updates, amaxes, strict=True)
-                if update.gathered is not None
-            }
-        )
+        shards = {}
+        for working, master, _, gathered, _ in updates:
+            if gathered is not None:
+                amax = amaxes.get(working)
+                shards[gathered] = Shard(_on(device, master), None if amax is None else _on(device, amax))
+        self.gathered_weights.publish(shards)
         for work in works:
             work.wait()
         # a graph that still holds the former values must not go backward with these; Colossal-AI writes past torch's
         # count
         torch.autograd.graph.increment_version([update.working for update in _in_16_bits(updates)])
+
+    def publish_masters(self) -> None:
+        """Send every weight as a step would, after the masters were set from outside; every rank calls it."""
+        updates = list(self._parameters.values())
+        self._publish(updates, self._gather(_in_16_bits(updates)), {})
 
     def update_master_params(self, model: nn.Module) -> None:
         """As Colossal-AI's, which sets the masters to weights that were loaded.
@@ -453,11 +418,6 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         super().update_master_params(model)
         self.gathered_weights.drop()
 
-    def publish_masters(self) -> None:
-        """Send every weight as a step would, after the masters were set from outside; every rank calls it."""
-        updates = self._updates_of_all()
-        self._publish(updates, self._gather(_in_16_bits(updates)), [None] * len(updates))
-
     def gather_working_weights(self) -> None:
         """Set every working weight to its master's value, rounded once; every rank calls it.
 
@@ -465,26 +425,18 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         """
         self.gathered_weights.restore()
         with self.gathered_weights.values_of_masters():
-            self._gather([self._update_of(working) for working in self._in_fp8()], wait=True)
+            self._gather([update for update in self._parameters.values() if update.gathered is not None], wait=True)
 
     def groups_that_gather(self) -> list[dist.ProcessGroup]:
-        """The groups of ranks over which `gather_working_weights` communicates."""
-        return list(dict.fromkeys(self.param_to_pg[working] for working in self._in_fp8()))
-
-    def _in_fp8(self) -> list[nn.Parameter]:
-        """The working weights that are sent in FP8."""
-        return [
-            working
-            for group in self._working_param_groups.values()
-            for working in group
-            if working in self.gathered_weights
-        ]
+        """Return the groups of ranks over which `gather_working_weights` communicates."""
+        in_fp8 = [working for working, update in self._parameters.items() if update.gathered is not None]
+        return list(dict.fromkeys(self.param_to_pg[working] for working in in_fp8))
 
     def count_weights(self) -> tuple[int, int]:
         """(weights that are sent in FP8, all trained parameters)."""
-        return len(self.gathered_weights), sum(map(len, self._working_param_groups.values()))
+        return len(self.gathered_weights), len(self._parameters)
 
-    def _gather(self, updates: Sequence[_Update], wait: bool = False) -> list[dist.Work]:
+    def _gather(self, updates: Sequence[Update], wait: bool = False) -> list[dist.Work]:
         """Begin to gather master shards into working weights, as Colossal-AI does at the end of its step (:590).
 
         Args:
@@ -513,18 +465,18 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         return works
 
 
-def _in_16_bits(updates: Sequence[_Update]) -> list[_Update]:
-    """What of it is sent in the working dtype."""
+def _in_16_bits(updates: Sequence[Update]) -> list[Update]:
+    """Select those that are sent in the working dtype."""
     return [update for update in updates if update.gathered is None]
 
 
 def zero_part_of(optimizer: LowLevelZeroOptimizer, master: torch.Tensor) -> int:
-    """Which part of its parameter a master shard is."""
+    """Return the place of a master shard among those of its parameter."""
     return get_nd_rank(optimizer.param_to_pg[optimizer.master_to_working_param[id(master)]])
 
 
 def _taken_out(bucket: BucketStore, block_size: int) -> tuple[list[nn.Parameter], list[torch.Tensor]]:
-    """The parameters of a bucket, which is empty then, and their gradients, flat and padded as the masters are.
+    """Empty a bucket; return its parameters and their gradients, flat and padded as the masters are.
 
     Those whose parts end within a block of values that share a scale come last: the others are encoded from where they
     lie. A parameter that backward reached again while its gradient waited here, as checkpointed segments make it do,
@@ -543,5 +495,5 @@ def _taken_out(bucket: BucketStore, block_size: int) -> tuple[list[nn.Parameter]
 
 
 def _on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor on a device, where most lie already: a call of `to` takes longer than a look."""
+    """Return a tensor on a device, where most lie already: a call of `to` takes longer than a look."""
     return tensor if tensor.device == device else tensor.to(device)

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from fp8booster.colossal.zero import noted_norms
 from fp8booster.colossal.zero import optimizer as module
-from fp8booster.colossal.zero.optimizer import FP8ZeroOptimizer, _taken_out, _Update
+from fp8booster.colossal.zero.noted_norms import NormQueue
+from fp8booster.colossal.zero.optimizer import FP8ZeroOptimizer, Update, _taken_out
 
 
 def optimizer(**attributes: Any) -> FP8ZeroOptimizer:
@@ -111,10 +113,10 @@ def test_gradients_are_taken_out_once_padded_and_those_that_share_blocks_last() 
     assert all(each.grad is None for each in parameters)
 
 
-def update(number: int, group_id: int, gathered: object = None) -> _Update:
+def update(number: int, group_id: int, gathered: object = None) -> Update:
     working = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
     master = torch.full((2,), float(number))
-    return _Update(working, master, group_id, gathered, torch.full((2,), 8.0 * number, dtype=torch.bfloat16))
+    return Update(working, master, group_id, gathered, torch.full((2,), 8.0 * number, dtype=torch.bfloat16))
 
 
 def test_updates_keep_their_group_and_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +131,8 @@ def test_updates_keep_their_group_and_their_order(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(module.one_pass, "step_group", step_group)
     made = optimizer(optim=SimpleNamespace(param_groups=[{"name": "a"}, {"name": "b"}]))
     divisor = torch.tensor(2.0)
-    assert [float(each) for each in made._in_one_pass(updates, divisor)] == [10.0, 20.0, 30.0, 40.0]
+    amaxes = made._in_one_pass(updates, divisor)
+    assert [float(amaxes[each.working]) for each in updates] == [10.0, 20.0, 30.0, 40.0]
     assert seen == [("a", [1, 3], divisor), ("b", [2, 4], divisor)]
 
 
@@ -147,9 +150,9 @@ def test_what_is_sent_in_16_bits_is_updated_first_and_each_amax_is_its_own(order
     updates = [update(number, 0, gathered) for number, gathered in enumerate(order)]
     done = []
 
-    def in_one_pass(of: list[_Update], divisor: object) -> list[float]:
+    def in_one_pass(of: list[Update], divisor: object) -> dict[nn.Parameter, float]:
         done.append([int(each.master[0]) for each in of])
-        return [float(each.master[0]) for each in of]
+        return {each.working: float(each.master[0]) for each in of}
 
     monkeypatch.setattr(module.one_pass, "why_not", lambda inner: None)
     made = optimizer(
@@ -160,7 +163,7 @@ def test_what_is_sent_in_16_bits_is_updated_first_and_each_amax_is_its_own(order
     )
     works, amaxes = made._step_optimizer(updates, None)
     assert works == ["work"]
-    assert amaxes == [float(number) for number in range(len(order))]
+    assert [amaxes[each.working] for each in updates] == [float(number) for number in range(len(order))]
     plain = [number for number, gathered in enumerate(order) if gathered is None]
     assert done == [plain, "gather", [number for number in range(len(order)) if number not in plain], "step"]
 
@@ -169,8 +172,8 @@ def test_a_second_backward_before_the_step_is_refused_where_backward_updates() -
     working, other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
     made = optimizer(
         _updated_amaxes={working: torch.ones(())},
-        _update_of=lambda each: _Update(each, torch.zeros(2), 0, None),
-        _in_one_pass=lambda updates, divisor: [torch.full((), 5.0) for _ in updates],
+        _parameters={other: Update(other, torch.zeros(2), 0, None)},
+        _in_one_pass=lambda updates, divisor: {each.working: torch.full((), 5.0) for each in updates},
     )
     with pytest.raises(RuntimeError, match="a second backward has come before step"):
         made._update({working: torch.ones(2)})
@@ -180,33 +183,34 @@ def test_a_second_backward_before_the_step_is_refused_where_backward_updates() -
 
 def test_every_bucket_that_holds_something_is_reduced_and_no_norm_is_left_to_find() -> None:
     full, empty, last = Bucket((parameter(4), 0)), Bucket(), Bucket((parameter(2), 0))
-    reduced, waiting = [], {bucket: [torch.ones(1)] for bucket in (full, empty, last)}
+    reduced, norms = [], {bucket: NormQueue() for bucket in (full, empty, last)}
+    for queue in norms.values():
+        queue.add([torch.ones(1)])
     made = optimizer(
         pg_to_bucket_store={"one": full, "two": empty, "three": last},
         _reduce_bucket=reduced.append,
-        _without_norm=waiting,
+        _norms=norms,
         reduces_beside_backward=False,
     )
     made._run_reduction()
     assert reduced == [full, last]
-    assert not any(waiting.values())
+    assert not any(queue.waiting for queue in norms.values())
 
 
 def test_norms_are_found_when_they_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     noted: list[list[torch.Tensor]] = []
-    monkeypatch.setattr(module, "NORM_BYTES", 100)
-    monkeypatch.setattr(module, "note_norms", lambda sums: noted.append(list(sums)))
+    monkeypatch.setattr(noted_norms, "NORM_BYTES", 100)
+    monkeypatch.setattr(noted_norms, "note_norms", lambda sums: noted.append(list(sums)))
     sums = [torch.full((10,), float(number)) for number in range(4)]  # of 40 bytes
-    one, other = Bucket(), Bucket()
-    made = optimizer(_without_norm={one: [], other: []})
-    made._find_norms(one, sums[:1])
-    made._find_norms(other, sums[3:])
-    made._find_norms(one, sums[1:2])
+    one, other = NormQueue(), NormQueue()
+    one.add(sums[:1])
+    other.add(sums[3:])
+    one.add(sums[1:2])
     assert noted == []
-    made._find_norms(one, sums[2:3])
+    one.add(sums[2:3])
     assert [[int(each[0]) for each in of_call] for of_call in noted] == [[0, 1, 2]]
-    assert made._without_norm[one] == []
-    assert len(made._without_norm[other]) == 1
+    assert one.waiting == []
+    assert len(other.waiting) == 1
 
 
 def test_the_norm_is_over_all_groups_and_the_ranks_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,35 +235,46 @@ def test_the_norm_is_over_all_groups_and_the_ranks_of_each(monkeypatch: pytest.M
     assert float(norm) == pytest.approx((2 * (1 + 4 + 9) + 12 * 25) ** 0.5, rel=1e-6)
 
 
-def test_what_has_a_gradient_is_updated_and_the_optimizer_is_given_no_more() -> None:
-    working = [[parameter(2) for _ in range(3)], [parameter(2)]]
-    masters = [
-        [torch.full((1,), float(10 * group + place)) for place in range(len(of))] for group, of in enumerate(working)
-    ]
-    gradients = {id(working[0][0]): torch.ones(1), id(working[0][2]): torch.full((1,), 2.0)}
+def test_what_has_a_gradient_is_updated_with_its_own() -> None:
+    updates = [update(number, group_id, gathered)._replace(gradient=None) for number, group_id, gathered in UPDATES]
+    gradients = {id(updates[0].working): torch.ones(1), id(updates[2].working): torch.full((1,), 2.0)}
 
     def gradient(group_id: int, number: int) -> torch.Tensor | None:
-        assert any(id(each) == number for each in working[group_id])
+        assert [each.group_id for each in updates if id(each.working) == number] == [group_id]
         return gradients.get(number)
 
-    inner = SimpleNamespace(param_groups=[{"params": "all"}, {"params": "all"}])
-    sent = {working[0][2]: "in FP8"}
     made = optimizer(
-        pid_to_grad_store={id(each): SimpleNamespace(gradient=gradient) for of in working for each in of},
-        gathered_weights=SimpleNamespace(of=sent.get),
-        _working_param_groups=dict(enumerate(working)),
-        _master_param_groups_of_current_rank=dict(enumerate(masters)),
-        optim=inner,
+        pid_to_grad_store={id(each.working): SimpleNamespace(gradient=gradient) for each in updates},
+        _parameters={each.working: each for each in updates},
     )
-    updates = made._taken(0)
-    assert [each.working is working[0][place] for each, place in zip(updates, (0, 2), strict=True)] == [True, True]
-    assert [float(each.master) for each in updates] == [0.0, 2.0]
-    assert [float(each.gradient) for each in updates] == [1.0, 2.0]
-    assert [each.gathered for each in updates] == [None, "in FP8"]
-    assert {each.group_id for each in updates} == {0}
-    assert [float(each) for each in inner.param_groups[0]["params"]] == [0.0, 2.0]
-    assert made._taken(1) == []
-    assert inner.param_groups[1]["params"] == []
+    found = made._with_gradients()
+    assert [each._replace(gradient=None) for each in found] == [updates[0], updates[2]]
+    assert [float(each.gradient) for each in found] == [1.0, 2.0]
+
+
+UPDATES = ((0, 0, None), (1, 0, None), (2, 0, "in FP8"), (10, 1, None))
+
+
+@pytest.mark.parametrize("some", [False, True])
+def test_an_optimizer_that_steps_by_itself_is_given_what_has_a_gradient_and_then_all(some: bool, monkeypatch) -> None:
+    updates = [update(number, group_id, gathered) for number, group_id, gathered in UPDATES]
+    given = []
+    inner = SimpleNamespace(param_groups=[{"params": "all"}, {"params": "all"}])
+    inner.step = lambda: given.append([[int(each[0]) for each in group["params"]] for group in inner.param_groups])
+    monkeypatch.setattr(module.one_pass, "why_not", lambda inner: "a reason")
+    masters = {0: [update.master for update in updates[:3]], 1: [updates[3].master]}
+    made = optimizer(
+        optim=inner,
+        _logger=SimpleNamespace(info=lambda *_, **__: None),
+        _gather=lambda of: [int(each.master[0]) for each in of],
+        _master_param_groups_of_current_rank=masters,
+    )
+    works, amaxes = made._step_optimizer(updates[2:] if some else [updates[0], updates[2]], None)
+    assert given == [[[2], [10]] if some else [[0, 2], []]]
+    assert works == ([10] if some else [0])
+    assert amaxes == {}
+    assert [group["params"] for group in inner.param_groups] == list(masters.values())
+    assert all(update.master.grad is None for update in updates)
 
 
 def test_what_is_sent_is_published_with_its_amax_and_the_rest_is_waited_for() -> None:
@@ -268,7 +283,7 @@ def test_what_is_sent_is_published_with_its_amax_and_the_rest_is_waited_for() ->
     made = optimizer(gathered_weights=SimpleNamespace(publish=published.update))
     versions = [each.working._version for each in updates]
     works = [SimpleNamespace(wait=lambda number=number: waited.append(number)) for number in range(2)]
-    made._publish(updates, works, [torch.tensor(7.0), torch.tensor(8.0), None])
+    made._publish(updates, works, {updates[0].working: torch.tensor(7.0), updates[1].working: torch.tensor(8.0)})
     assert [(weight, float(shard.values[0]), shard.amax) for weight, shard in published.items()] == [
         ("a", 1.0, torch.tensor(7.0)),
         ("c", 3.0, None),
@@ -324,12 +339,10 @@ def test_masters_are_gathered_in_the_working_dtype_by_group(late: bool, wait: bo
 
 
 def test_groups_and_weights_are_those_that_are_sent_in_fp8() -> None:
-    working = [[parameter(1), parameter(1)], [parameter(1), parameter(1)]]
-    sent = {working[0][1]: "one", working[1][0]: "other", working[1][1]: "one"}
+    updates = [update(number, 0, gathered) for number, gathered in enumerate((None, "a", "b", "c"))]
+    groups = dict(zip((each.working for each in updates), ("in 16 bits", "one", "other", "one"), strict=True))
     made = optimizer(
-        _working_param_groups=dict(enumerate(working)),
-        gathered_weights=sent,
-        param_to_pg={working[0][0]: "in 16 bits"} | sent,
+        _parameters={each.working: each for each in updates}, gathered_weights=["a", "b", "c"], param_to_pg=groups
     )
     assert made.groups_that_gather() == ["one", "other"]
     assert made.count_weights() == (3, 4)
@@ -337,8 +350,10 @@ def test_groups_and_weights_are_those_that_are_sent_in_fp8() -> None:
 
 def test_a_buckets_parts_are_added_to_the_sums_of_their_parameters_and_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = parameter(4), parameter(8)
-    bucket, added, found = Bucket((one, 0), (other, 0)), [], []
-    store = SimpleNamespace(add=lambda part, group_id, number: added.append((part.tolist(), group_id, number)) or part)
+    bucket, added, queue = Bucket((one, 0), (other, 0)), [], NormQueue()
+    store = SimpleNamespace(
+        kind="32-bit", add=lambda part, group_id, number: added.append((part.tolist(), group_id, number)) or part
+    )
     own = torch.arange(6.0)  # of both, on one of two ranks
     made = optimizer(
         gradient_encoding=SimpleNamespace(block_size=None),
@@ -346,36 +361,40 @@ def test_a_buckets_parts_are_added_to_the_sums_of_their_parameters_and_groups(mo
         reduces_beside_backward=False,
         _reduced=lambda of, gradients: own,
         pid_to_grad_store={id(one): store, id(other): store},
-        _group_of={id(one): 1, id(other): 2},
-        _accumulates_codes=False,
-        _find_norms=lambda of, sums: found.append((of, len(sums))),
+        _parameters={one: Update(one, None, 1, None), other: Update(other, None, 2, None)},
+        _norms={bucket: queue},
     )
     made._reduce_bucket(bucket)
     assert added == [([0.0, 1.0], 1, id(one)), ([2.0, 3.0, 4.0, 5.0], 2, id(other))]
-    assert found == [(bucket, 2)]
-    made._accumulates_codes = True  # whose norms are those of what the step decodes
+    assert len(queue.waiting) == 2
+    store.kind = "8-bit"  # whose norms are those of what the step decodes
     bucket.add_param_grad(1, one, 0)
     one.grad = torch.ones(4)
     made._reduced = lambda of, gradients: torch.ones(2)
     made._reduce_bucket(bucket)
-    assert len(found) == 1
+    assert len(queue.waiting) == 2
 
 
 def test_updates_of_backward_are_published_with_their_amaxes() -> None:
     updates = [update(1, 0), update(2, 0, "b"), update(3, 0)]
+    amaxes = {updates[1].working: torch.tensor(5.0), updates[0].working: torch.tensor(4.0)}
     published = []
     made = optimizer(
-        _updated_amaxes={updates[1].working: torch.tensor(5.0), updates[0].working: torch.tensor(4.0)},
-        _updates_of_all=lambda: updates,
+        require_grad_sync=True,
+        mixed_precision_mixin=None,
+        updates_in_backward=True,
+        automatic_scaling=None,
+        _updated_amaxes=amaxes,
+        _parameters={each.working: each for each in updates},
         _step_of_nothing=lambda: None,
         _gather=lambda of: [f"gather of {int(each.master[0])}" for each in of],
         _publish=lambda *what: published.append(what),
     )
-    made._publish_updated()
-    ((taken, works, amaxes),) = published
+    made.step()
+    ((taken, works, of_taken),) = published
     assert [int(each.master[0]) for each in taken] == [1, 2]
     assert works == ["gather of 1"]
-    assert [float(each) for each in amaxes] == [4.0, 5.0]
+    assert of_taken is amaxes
     assert made._updated_amaxes == {}
 
 
