@@ -1,4 +1,4 @@
-"""What each rank saves by itself under ZeRO and hybrid parallelism: FP32 master weights, and moments in 8 bits.
+"""Files that each rank saves by itself under ZeRO and hybrid parallelism: FP32 masters, and moments in 8 bits.
 
 Colossal-AI's own checkpoints hold the BF16 working weights and the optimizer's states, and loading them makes new
 masters from the working weights (LowLevelZeroOptimizer.update_master_params, zero/low_level/low_level_optim.py:862):
@@ -8,7 +8,7 @@ bytes a parameter. Here each rank keeps its own shards, and of moments in 8 bits
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +49,7 @@ def save_moments(model: nn.Module, optimizer: OptimizerWrapper, folder: Path) ->
     codes = {}
     for name, _, master in _pairs(model, optimizer):
         for entry, value in states[master].codes.items() if master in states else ():
-            codes[_entry(name, entry)] = _as_tensor(value)
+            codes[f"{name}:{entry}"] = _as_tensor(value)
     _save(optimizer, folder, codes)
 
 
@@ -84,20 +84,24 @@ def load_moments(model: nn.Module, optimizer: OptimizerWrapper, folder: Path) ->
     """
     written = _Written.by_all(folder, optimizer, "moments")
     in_codes = isinstance(optimizer.optim, AdamW)
-    saved = written.names()
-    pairs = [pair for pair in _pairs(model, optimizer) if _entry(pair[0], "step") in saved]
-    codes = {
-        name: State.zeros(torch.empty(written.shape(working, master), dtype=master.dtype, device="meta")).codes
-        for name, working, master in pairs
-    }
+    codes = {}
+    for name, working, master in _pairs(model, optimizer):
+        if f"{name}:step" in written.names:
+            values = torch.empty(written.shape(working, master), dtype=master.dtype, device="meta")
+            codes[name] = State.zeros(values).codes
     shapes = {
-        _entry(name, entry): _as_tensor(value).shape
-        for name, entries in codes.items()
-        for entry, value in entries.items()
+        f"{name}:{entry}": _as_tensor(value).shape
+        for name, of_name in codes.items()
+        for entry, value in of_name.items()
     }
     with torch.no_grad(), written.opened(shapes) as files:
-        for name, working, master in pairs:
-            parts = [_state(shards, name, codes[name]) for shards in files]
+        for name, working, master in _pairs(model, optimizer):
+            if name not in codes:
+                continue
+            parts = []
+            for shards in files:
+                found = {entry: shards.get_tensor(f"{name}:{entry}") for entry in codes[name]}
+                parts.append(State({**found, "step": int(found["step"])}))
             state: State | dict[str, torch.Tensor] = parts[0]
             if in_codes and not written.resharded:
                 parts[0].fit(master)
@@ -109,76 +113,88 @@ def load_moments(model: nn.Module, optimizer: OptimizerWrapper, folder: Path) ->
             optimizer.optim.state[master] = state
 
 
-def _state(shards: Any, name: str, entries: Iterable[str]) -> State:
-    codes = {entry: shards.get_tensor(_entry(name, entry)) for entry in entries}
-    return State({**codes, "step": int(codes["step"])})
-
-
-def _entry(name: str, entry: str) -> str:
-    return f"{name}:{entry}"
-
-
 def _as_tensor(value: torch.Tensor | int) -> torch.Tensor:
     return value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.int64)
 
 
 def _save(optimizer: OptimizerWrapper, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     rank, ranks = _place(optimizer)
-    metadata = {_SHARDING: _sharding(optimizer), _WRITER: _writer(rank, ranks)}
+    metadata = {_SHARDING: _sharding(optimizer), _WRITER: f"{rank} of {ranks}"}
     on_host = {name: value.cpu().contiguous() for name, value in tensors.items()}
     save_file(on_host, _file(folder, rank, ranks), metadata=metadata)
 
 
 @dataclass(frozen=True)
 class _Written:
-    """What ranks wrote, as this rank reads it: its own file where as many ranks wrote, else all."""
+    """The files of the ranks that wrote: this rank's own where as many ranks wrote, else all."""
 
     files: list[Path]
+
+    names: set[str]
+    """Of the tensors in the first file."""
+
     by: int
     """Ranks that wrote."""
+
     rank: int
     ranks: int
 
     @classmethod
     def by_all(cls, folder: Path, optimizer: OptimizerWrapper, what: str) -> _Written:
-        """Errors as `load_master_weights`."""
+        """Find the files in a folder. Errors as `load_master_weights`."""
         rank, ranks = _place(optimizer)
         files = sorted(folder.glob("rank-*-of-*.safetensors"))
         by = int(files[0].stem.rpartition("-")[2]) if files else 0
         if not files or files != [_file(folder, writer, by) for writer in range(by)]:
             raise FileNotFoundError(f"{folder} holds {len(files)} of {by} files of {what}; copy the whole checkpoint.")
-        sharding = _metadata(files[0]).get(_SHARDING, _ZERO_ALONE)
+        metadata = []
+        for file in files:
+            with faults_named(file), safe_open(file, framework="pt") as shards:
+                metadata.append(shards.metadata() or {})
+                if file is files[rank if by == ranks else 0]:
+                    names = set(shards.keys())
+        sharding = metadata[0].get(_SHARDING, _ZERO_ALONE)
         if sharding != _sharding(optimizer) or (by != ranks and sharding != _ZERO_ALONE):
             raise ValueError(
                 f"the {what} in {folder} were written by {by} ranks with {sharding}, and this run has {ranks} with "
                 f"{_sharding(optimizer)}; resume with the same, or from the model and the optimizer's states alone"
             )
-        for writer, file in enumerate(files):
-            _require_writer(file, what, writer, by)
-        return cls([files[rank]] if by == ranks else files, by, rank, ranks)
+        for writer, (file, of_file) in enumerate(zip(files, metadata, strict=True)):
+            if (said := of_file.get(_WRITER, f"{writer} of {by}")) != f"{writer} of {by}":  # old files say nothing
+                raise ValueError(f"{file} holds the {what} of rank {said}: files were renamed or mixed; {COPY_AGAIN}.")
+        return cls([files[rank]] if by == ranks else files, names, by, rank, ranks)
 
     @property
     def resharded(self) -> bool:
-        """Whether another number of ranks wrote."""
+        """Tell whether another number of ranks wrote."""
         return self.by != self.ranks
 
-    def names(self) -> set[str]:
-        """Of the tensors in a file."""
-        with faults_named(self.files[0]), safe_open(self.files[0], framework="pt") as shards:
-            return set(shards.keys())
-
     def shape(self, working: torch.Tensor, master: torch.Tensor) -> torch.Size:
-        """Of the part of a parameter that a file holds."""
+        """Return the shape of the part of a parameter that a file holds."""
         return torch.Size([-(-working.numel() // self.by)]) if self.resharded else master.shape
 
     @contextmanager
     def opened(self, shapes: dict[str, torch.Size]) -> Iterator[list[Any]]:
-        """The files, as `_opened`."""
+        """Open the files. Raises ValueError unless each holds those of `shapes` and no others."""
         with ExitStack() as stack:
-            yield [stack.enter_context(_opened(file, shapes)) for file in self.files]
+            files = []
+            for file in self.files:
+                stack.enter_context(faults_named(file))
+                shards = stack.enter_context(safe_open(file, framework="pt"))
+                names = set(shards.keys())
+                for name in sorted({*names, *shapes}):
+                    found = tuple(shards.get_slice(name).get_shape()) if name in names else "missing"
+                    expected = tuple(shapes[name]) if name in shapes else "missing"
+                    if found != expected:
+                        raise ValueError(
+                            f"{file} belongs to another model or run: {name} is {found} there and {expected} here; "
+                            f"{COPY_AGAIN}."
+                        )
+                files.append(shards)
+            yield files
 
     def own_part(self, parts: list[torch.Tensor], working: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a parameter, of those in the files."""
+        """Return this rank's part of a parameter, of those in the files."""
         if not self.resharded:
             return parts[0]
         whole = torch.cat(parts)[: working.numel()]
@@ -190,38 +206,6 @@ def _file(folder: Path, rank: int, ranks: int) -> Path:
     return folder / f"rank-{rank:05d}-of-{ranks:05d}.safetensors"
 
 
-def _writer(rank: int, ranks: int) -> str:
-    return f"{rank} of {ranks}"
-
-
-def _metadata(file: Path) -> dict[str, str]:
-    with faults_named(file), safe_open(file, framework="pt") as shards:
-        return shards.metadata() or {}
-
-
-def _require_writer(file: Path, what: str, rank: int, ranks: int) -> None:
-    """Raise ValueError for a file that another rank wrote; an old one, which does not say who did, is taken."""
-    writer = _metadata(file).get(_WRITER, _writer(rank, ranks))
-    if writer != _writer(rank, ranks):
-        raise ValueError(f"{file} holds the {what} of rank {writer}: files were renamed or mixed; {COPY_AGAIN}.")
-
-
-@contextmanager
-def _opened(file: Path, shapes: dict[str, torch.Size]) -> Iterator[Any]:
-    """A file of a rank. Raises ValueError unless it holds those of `shapes` and no others."""
-    with faults_named(file), safe_open(file, framework="pt") as shards:
-        names = set(shards.keys())
-        for name in sorted({*names, *shapes}):
-            found = tuple(shards.get_slice(name).get_shape()) if name in names else "missing"
-            expected = tuple(shapes[name]) if name in shapes else "missing"
-            if found != expected:
-                raise ValueError(
-                    f"{file} belongs to another model or run: {name} is {found} there and {expected} here; "
-                    f"{COPY_AGAIN}."
-                )
-        yield shards
-
-
 def _pairs(model: nn.Module, optimizer: OptimizerWrapper) -> Iterator[tuple[str, nn.Parameter, torch.Tensor]]:
     masters = optimizer.get_working_to_master_map()
     for name, parameter in model.named_parameters():
@@ -230,16 +214,16 @@ def _pairs(model: nn.Module, optimizer: OptimizerWrapper) -> Iterator[tuple[str,
 
 
 _SHARDING = "sharding"
-"""What a file says in its metadata of how masters are divided."""
+"""Key of a file's metadata: how masters are divided."""
 
 _WRITER = "rank"
-"""Which rank wrote it, as "0 of 2"."""
+"""Key of the rank that wrote it, as "0 of 2"."""
 
 _ZERO_ALONE = "ZeRO"
 
 
 def _sharding(optimizer: OptimizerWrapper) -> str:
-    """How the masters are divided."""
+    """Name how the masters are divided."""
     zero = isinstance(optimizer, LowLevelZeroOptimizer)
     sizes = {
         name: get_nd_world_size(group)
@@ -252,7 +236,7 @@ def _sharding(optimizer: OptimizerWrapper) -> str:
 
 
 def _place(optimizer: OptimizerWrapper) -> tuple[int, int]:
-    """This rank and the number of ranks that write: under ZeRO alone those of the one group that shards."""
+    """Return this rank and the number of ranks that write: under ZeRO alone those of the one group that shards."""
     if _sharding(optimizer) != _ZERO_ALONE:
         return dist.get_rank(), dist.get_world_size()
     (group,) = optimizer.pg_to_param_list

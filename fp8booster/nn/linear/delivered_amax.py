@@ -2,7 +2,7 @@
 
 It is an attribute of the tensor object, together with the tensor's version and place. A tensor that was computed from
 it has none. One that was given other data lies elsewhere, and one that was changed in place has another version:
-torch's operations raise it, our kernels and collectives do, and `weights.collectives` does so for those of
+torch's operations raise it, our kernels and collectives do, and `weights.freshness` does so for those of
 torch.distributed. Who finds no amax that fits computes it. A change in place through `.data`, as a tensor hook may make
 it, is not seen. autograd hands the very object that one backward returned to the next, unless it had to add a second
 gradient to it.

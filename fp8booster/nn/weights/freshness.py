@@ -1,4 +1,4 @@
-"""Whether what was made of a weight is still what the weight is.
+"""Tells whether what was made of a weight is still what the weight is.
 
 It is while no optimizer has stepped, no collective has written to the weight's memory, and the weight is the same
 tensor object with the same storage and version counter. The object counts because a weight that is computed anew at
@@ -13,23 +13,31 @@ for averages of weights are written so before it (`look_again`); else call `forg
 
 A step makes every copy stale, so it frees them all: between a step and the next forward FP8 weights that are cast once
 a step take no memory.
+
+`torch.distributed` writes its results past the version counter, by which also the amax that came with a gradient is
+known to be stale. So the methods of `ProcessGroup`, through which all of its Python goes (lists, objects, coalesced and
+point-to-point forms too), raise it here, and count as a change where they write to a weight that copies were made of,
+also through `.data`. Not seen are collectives that C++ calls by itself: the gradients that DDP reduces, and
+`torch.ops._c10d_functional.*_`. What DDP and FSDP broadcast at the start, and functional collectives, raise the counter
+by themselves.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 import threading
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
 from fp8booster.kernels.device import current_stream
-from fp8booster.nn.weights.collectives import forget_memory, watch_collectives, watch_memory
 from fp8booster.nn.weights.pinned import are_copies_held
 from fp8booster.optim.one_pass import COUNTS_STEPS
 from fp8booster.scaling.steps import note_step
@@ -39,8 +47,12 @@ class _Changes:
     """Counts what may have changed any weight of this process."""
 
     count = 0
+
     copies: ClassVar[weakref.WeakSet[FreshCopy]] = weakref.WeakSet()
     """Those made since the last change."""
+
+    watched: ClassVar[set[int]] = set()
+    """Storages of the weights that they were made of."""
 
     lock = threading.Lock()
     """Other threads, which run other models, make copies while one thread's optimizer steps."""
@@ -53,21 +65,11 @@ class _Changes:
             cls.copies.clear()
         for copy in stale:
             copy.forget()
-        forget_memory()
-
-    @classmethod
-    def note_copy(cls, copy: FreshCopy) -> None:
-        with cls.lock:
-            cls.copies.add(copy)
-
-    @classmethod
-    def fresh_copies(cls) -> list[FreshCopy]:
-        with cls.lock:
-            return list(cls.copies)
+        cls.watched.clear()
 
 
 def _count_step(*_: object) -> None:
-    """Runs after the step of every optimizer in this process."""
+    """Run after the step of every optimizer in this process."""
     _Changes.add()
     note_step()
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
@@ -94,12 +96,44 @@ _COUNTED = "_fp8booster_counted"
 
 setattr(_count_step, COUNTS_STEPS, True)
 register_optimizer_step_post_hook(_count_step)
-watch_collectives(_Changes.add)
+
+
+_WRITING = re.compile(r"_?(all_?(gather|reduce|to_?all)|broadcast|gather|recv|reduce|scatter)")
+"""Beginnings of the names of ProcessGroup's methods that write, in each version of torch, to their first argument."""
+
+_WRITTEN = ("tensors", "tensor", "output_tensors", "outputs", "output", "outputTensor", "output_lists")
+"""Names of that argument."""
+
+
+def _seen(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def seen(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(group, *args, **kwargs)
+        finally:
+            written = _tensors_in(args[0] if args else [kwargs[name] for name in _WRITTEN if name in kwargs])
+            torch.autograd.graph.increment_version([each for each in written if not each.is_inference()])
+            if _Changes.watched and any(
+                each.layout is torch.strided and each.untyped_storage()._cdata in _Changes.watched for each in written
+            ):
+                _Changes.add()
+
+    return seen
+
+
+def _tensors_in(written: Any) -> list[torch.Tensor]:
+    if isinstance(written, torch.Tensor):
+        return [written]
+    return [tensor for each in written for tensor in _tensors_in(each)]
+
+
+for _name in filter(_WRITING.match, dir(dist.ProcessGroup)):
+    setattr(dist.ProcessGroup, _name, _seen(getattr(dist.ProcessGroup, _name)))
 
 
 def weight_state(weight: torch.Tensor) -> tuple:
-    """What changes when a copy of the weight is no longer fresh; ask it when the copy is made."""
-    watch_memory(weight)
+    """Return what changes when a copy of the weight is no longer fresh; ask it when the copy is made."""
+    _Changes.watched.add(weight.untyped_storage()._cdata)
     # another stream casts anew rather than read a copy that this one may not have finished
     looks = getattr(weight, _LOOKS, 0)  # as `looks` does; it is asked for each weight at each call
     return weight.data_ptr(), weight._version, looks, weight.dtype, _Changes.count, current_stream(weight)
@@ -119,8 +153,10 @@ _LOOKS = "_fp8booster_looks"
 
 
 def fresh_tensors() -> Iterator[torch.Tensor]:
-    """The tensors of all copies that were made since the last change."""
-    for copy in _Changes.fresh_copies():
+    """Yield the tensors of all copies that were made since the last change."""
+    with _Changes.lock:
+        copies = list(_Changes.copies)
+    for copy in copies:
         yield from (leaf for leaf in tree_leaves(copy.made) if isinstance(leaf, torch.Tensor))
 
 
@@ -131,7 +167,7 @@ def note_change(weights: Sequence[torch.Tensor]) -> None:
 
 
 def reusable(input: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether casts of these tensors made earlier may be used again here.
+    """Tell whether casts of these tensors made earlier may be used again here.
 
     Not in code that is being compiled or captured into a CUDA graph: it would keep the first copy for ever. Not for
     tensors made in inference mode: torch does not count their changes. Not in that mode: what is cast there cannot be
@@ -147,7 +183,7 @@ def reusable(input: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def is_captured(tensor: torch.Tensor) -> bool:
-    """Whether work on a tensor is being captured into a CUDA graph, which finds no copies that stay fresh."""
+    """Tell whether work on a tensor is being captured into a CUDA graph, which finds no copies that stay fresh."""
     return tensor.is_cuda and not are_copies_held() and torch.cuda.is_current_stream_capturing()
 
 
@@ -156,7 +192,7 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, eq=False)
 class _Content(Generic[Made]):
-    """What a copy holds."""
+    """A copy, and what it is a copy of."""
 
     made: Made
     key: Hashable
@@ -164,30 +200,30 @@ class _Content(Generic[Made]):
     states: list[tuple]
 
     def is_of(self, weights: Sequence[torch.Tensor]) -> bool:
-        """Whether it was made of these as they are."""
+        """Tell whether it was made of these as they are."""
         return all(made_of() is weight for made_of, weight in zip(self.weights, weights, strict=True)) and (
             self.states == [weight_state(weight) for weight in weights]
         )
 
     def lies_there(self, weights: Sequence[torch.Tensor]) -> bool:
-        """Whether it was made of what lies where these lie: a capture has leaves of its own for the weights."""
+        """Tell whether it was made of what lies where these lie: a capture has leaves of its own for the weights."""
         return [state[0] for state in self.states] == [weight.data_ptr() for weight in weights]
 
 
 class FreshCopy(Generic[Made]):
-    """What was made of some weights, until one of them changes."""
+    """A copy that was made of some weights, until one of them changes."""
 
     _content: _Content[Made] | None = None
     """Replaced as a whole, for another thread may free it at any time."""
 
     @property
     def made(self) -> Made | None:
-        """It, fresh or not."""
+        """The copy, fresh or not."""
         content = self._content
         return None if content is None else content.made
 
     def get(self, weights: Sequence[torch.Tensor], key: Hashable) -> Made | None:
-        """It, or None where a weight has changed since, or what it was made by.
+        """Return the copy, or None where a weight has changed since, or what it was made by.
 
         Args:
             weights: what it shall be made of.
@@ -200,12 +236,13 @@ class FreshCopy(Generic[Made]):
         return content.made if fresh else None
 
     def put(self, weights: Sequence[torch.Tensor], key: Hashable, made: Made) -> Made:
-        """Hold what was just made; the arguments are those of `get`."""
+        """Hold a copy that was just made; the arguments are those of `get`."""
         states = [weight_state(weight) for weight in weights]
         self._content = _Content(made, key, [weakref.ref(weight) for weight in weights], states)
-        _Changes.note_copy(self)
+        with _Changes.lock:
+            _Changes.copies.add(self)
         return made
 
     def forget(self) -> None:
-        """Free it."""
+        """Free the copy."""
         self._content = None

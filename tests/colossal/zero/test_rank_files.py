@@ -11,7 +11,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from fp8booster.colossal.zero import rank_files
-from fp8booster.colossal.zero.rank_files import _opened, _Written
+from fp8booster.colossal.zero.rank_files import _Written
 from fp8booster.optim import AdamW
 from tests.colossal.zero.runs import Layers, features, gathered, masters, step, wire
 from tests.distributed import ranks, shared_folder
@@ -96,10 +96,11 @@ def test_a_file_that_another_rank_wrote_is_refused_by_every_rank(renamed, tmp_pa
 )
 def test_a_file_of_other_tensors_is_refused(shapes, told, tmp_path) -> None:
     file = write(tmp_path, 0, 1)
-    with _opened(file, {"weight": torch.Size([4])}) as shards:
+    one = _Written([file], {"weight"}, 1, 0, 1)
+    with one.opened({"weight": torch.Size([4])}) as (shards,):
         assert shards.get_tensor("weight").tolist() == [0.0] * 4
     expected = {name: torch.Size(shape) for name, shape in shapes.items()}
-    with pytest.raises(ValueError, match=f"belongs to another model or run: {told}"), _opened(file, expected):
+    with pytest.raises(ValueError, match=f"belongs to another model or run: {told}"), one.opened(expected):
         pass
 
 
@@ -112,13 +113,13 @@ def test_parts_are_cut_anew_for_another_number_of_ranks(values, by, ranks) -> No
     working, master = torch.empty(values), torch.empty(own_size)
     found = []
     for rank in range(ranks):
-        reader = _Written([], by, rank, ranks)
+        reader = _Written([], set(), by, rank, ranks)
         assert reader.shape(working, master) == (size,)
         found.append(reader.own_part(parts, working, master))
         assert found[-1].shape == (own_size,)
     assert torch.equal(torch.cat(found)[:values], whole)
     assert not torch.cat(found)[values:].any()
-    as_many = _Written([], ranks, 0, ranks)
+    as_many = _Written([], set(), ranks, 0, ranks)
     assert as_many.shape(working, master) == master.shape
     assert as_many.own_part(parts[:1], working, master) is parts[0]
 

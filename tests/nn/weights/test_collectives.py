@@ -13,8 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fp8booster import FP8Config, FP8Linear, convert_to_fp8, fp8_linear, fuse
 from fp8booster.nn.fused.pointwise import row_norm
 from fp8booster.nn.linear.delivered_amax import deliver_amax, delivered_amax
-from fp8booster.nn.weights.collectives import forget_memory
-from fp8booster.nn.weights.freshness import weight_state
+from fp8booster.nn.weights.freshness import _Changes, weight_state
 from tests.distributed import ranks
 from tests.nn.fused.models import batch, build
 from tests.nn.reference import exact_linear, signal_to_noise
@@ -151,7 +150,7 @@ def test_a_tensor_that_is_received_loses_its_amax() -> None:
 
 @ranks(2)
 def test_gradients_that_ranks_reduce_leave_weights_fresh() -> None:
-    forget_memory()  # a gradient may lie where a weight of an earlier check lay
+    _Changes.watched.clear()  # a gradient may lie where a weight of an earlier check lay
     model = nn.Sequential(FP8Linear(64, 64, config=CONFIG), FP8Linear(64, 64, config=CONFIG))
     wrapped = DistributedDataParallel(model)
     x = torch.randn(16, 64)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp8booster import FP8Linear, fp8_linear
-from fp8booster.nn.weights import collectives, freshness
+from fp8booster.nn.weights import freshness
 from fp8booster.nn.weights.pinned import copies_are_held
 from fp8booster.scaling.steps import optimizer_steps
 
@@ -139,9 +139,9 @@ def test_a_step_of_anyone_changes_the_state_of_all_weights_and_ends_the_watch() 
     """Also of one whose copy another thread was about to hold."""
     weight = torch.randn(4, 4)
     before = freshness.weight_state(weight)
-    assert collectives._watched
+    assert freshness._Changes.watched
     stepped(weight, None)
-    assert not collectives._watched  # what lies there later is another's
+    assert not freshness._Changes.watched  # what lies there later is another's
     assert freshness.weight_state(weight) != before
 
 
