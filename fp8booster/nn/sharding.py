@@ -62,11 +62,6 @@ def why_in_16_bits(
     return None
 
 
-def _power_of_two(layer: FP8Layer) -> bool:
-    """Ask the layer's scaling how it rounds the scales of shards."""
-    return layer.fp8_config.power_of_two
-
-
 class Filled(NamedTuple):
     """A weight source, and what it is filled with."""
 
@@ -168,7 +163,8 @@ class ShardedCast:
     def __init__(self, groups: Sequence[ScaleGroup], device: torch.device, counts: Sequence[int] | None = None) -> None:
         self.layers = [layer for group in groups for layer in group.layers]
         self.device, self.counts = device, counts
-        self._power_of_two = [_power_of_two(layer) for layer in self.layers]
+        scalings = [layer.fp8_config.scaling.for_engines for layer in self.layers]
+        self._power_of_two = [scaling is not None and scaling.power_of_two for scaling in scalings]
         self.firsts: torch.Tensor | None = None
         """For each weight the place of the first one that it shares a scale with, int64; None: none shares."""
         if len(groups) < len(self.layers):

@@ -273,10 +273,8 @@ class GatheredWeights:
             whole: their FP8 matrix.
             flat: its memory with padding, where a lone weight has some.
         """
-        config = group.layers[0].fp8_config
-        keeps_16_bits = (
-            config.keeps_high_precision if config.weight_copies.high_precision is not None else self._copies_fit
-        )
+        asked = group.layers[0].fp8_config.weight_copies.high_precision
+        keeps_16_bits = self._copies_fit if asked is None else asked
         for layer in group.layers:
             ways = () if keeps_16_bits else (self.restore, partial(self._keep, layer.held_weight))
             layer.fp8_weight = EngineWeight(layer.weight_is_transposed, *ways)
