@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fp8booster.nn.experts.held_as_one import FP8Experts
 from fp8booster.nn.linear.frozen import FrozenLayer, before_decoding
@@ -63,7 +63,7 @@ def changes_base(init_lora_weights: object) -> bool:
     return isinstance(init_lora_weights, str) and init_lora_weights.lower().startswith(_TAKEN_OUT)
 
 
-def merged_weight(adapters: nn.Module) -> torch.Tensor:
+def merged_weight(adapters: nn.Module) -> Tensor:
     """Return a layer's weight with its active adapters, FP32, as it lies; model and adapters stay as they are.
 
     Args:
@@ -161,18 +161,18 @@ def _thawed(base: FrozenLayer, adapters: Any) -> Iterator[None]:
             base.hold(before, shape)
 
 
-def _with_frozen_product(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _with_frozen_product(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Wrap the forward of a LoRA layer: for a frozen weight in FP8 it is one function with the base's product."""
 
     @functools.wraps(forward)
-    def with_frozen_product(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def with_frozen_product(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         product = None if args or kwargs else low_rank_product(x, [self])
         return forward(self, x, *args, **kwargs) if product is None else product
 
     return with_frozen_product
 
 
-def _with_frozen_base(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _with_frozen_base(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Wrap the forward of a DoRA layer (Liu et al., arXiv 2402.09353), to multiply by a frozen weight in FP8.
 
     peft multiplies by `weight` itself, which autograd would keep decoded.
@@ -181,15 +181,15 @@ def _with_frozen_base(forward: Callable[..., torch.Tensor]) -> Callable[..., tor
     @functools.wraps(forward)
     def with_frozen_base(
         self: Any,
-        x: torch.Tensor,  # [..., K]
+        x: Tensor,  # [..., K]
         *,
         lora_A: Any,
         lora_B: Any,
         scaling: float,
         base_layer: nn.Module,
-        base_result: torch.Tensor | None = None,  # [..., N], bias included; newer versions of peft give it
+        base_result: Tensor | None = None,  # [..., N], bias included; newer versions of peft give it
         **more: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         if not isinstance(base_layer, FrozenLayer):
             if base_result is not None:
                 more["base_result"] = base_result

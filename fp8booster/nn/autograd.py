@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd import function
 
 
@@ -32,22 +33,22 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-Map = Callable[[torch.Tensor], torch.Tensor]
+Map = Callable[[Tensor], Tensor]
 
 
 class _LinearMap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, forward: Map, backward: Map) -> torch.Tensor:
+    def forward(ctx: Any, tensor: Tensor, forward: Map, backward: Map) -> Tensor:
         ctx.carry_back = backward
         return forward(tensor)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
+    def backward(ctx: Any, gradient: Tensor) -> tuple:
         return ctx.carry_back(gradient), None, None
 
 
-def linear_map(tensor: torch.Tensor, forward: Map, backward: Map) -> torch.Tensor:
+def linear_map(tensor: Tensor, forward: Map, backward: Map) -> Tensor:
     """Return `forward(tensor)`, differentiable.
 
     Args:

@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fp8booster.nn.experts.grouped import GroupedExperts
 from fp8booster.nn.experts.held_as_one import FP8Experts
@@ -50,13 +49,13 @@ def held_casts(model: nn.Module) -> Iterator[HeldCasts]:
                 yield from (HeldCasts(f"{name}.experts.{part}", held, part) for part in held.fp8_casts)
 
 
-def remembered_amaxes(model: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
+def remembered_amaxes(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     """Return the amaxes that scaling remembers of this rank's layers, by name and role: ask between two steps."""
     found = {held.name: casts.saved for held in held_casts(model) if (casts := held.get()) is not None}
     return {name: amaxes for name, amaxes in found.items() if amaxes}
 
 
-def remember_amaxes(model: nn.Module, remembered: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+def remember_amaxes(model: nn.Module, remembered: Mapping[str, Mapping[str, Tensor]]) -> None:
     """Let layers go on with what `remembered_amaxes` gave, where they have that history; others begin anew."""
     for held in held_casts(model):
         casts = held.get()

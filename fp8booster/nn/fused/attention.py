@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from fp8booster.nn.autograd import once_differentiable
@@ -34,14 +35,14 @@ def why_unlike(implementation: str, arguments: Mapping[str, Any]) -> str | None:
 
 
 def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
     *,
     dropout: float = 0.0,
     scale: float | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Attend by PyTorch's SDPA, causally where no mask says more.
 
     Args:
@@ -71,7 +72,7 @@ def attend(
     )
 
 
-def takes_mask_and_groups(query: torch.Tensor) -> bool:
+def takes_mask_and_groups(query: Tensor) -> bool:
     """Tell whether SDPA has a kernel for a mask and heads that share keys, but the one that holds all scores in memory.
 
     cuDNN's is, which PyTorch prefers on Hopper and Blackwell. Flash attention takes no mask, the memory-efficient
@@ -81,16 +82,16 @@ def takes_mask_and_groups(query: torch.Tensor) -> bool:
 
 
 def attend_packed(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     sequences: Sequences,
     *,
     window: int | None = None,
-    sinks: torch.Tensor | None = None,
+    sinks: Tensor | None = None,
     dropout: float = 0.0,
     scale: float | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Attend causally within each sequence.
 
     Args:
@@ -122,7 +123,7 @@ def attend_packed(
     return attended.unflatten(0, (rows, -1)).transpose(1, 2)
 
 
-def why_one_by_one(query: torch.Tensor) -> str | None:
+def why_one_by_one(query: Tensor) -> str | None:
     """Return why no kernel attends within the sequences of a batch, but one call for each; None where one does.
 
     Args:
@@ -158,7 +159,7 @@ class _Scores(NamedTuple):
         return {"scale": self.scale, "window_size_left": left, "window_size_right": right}
 
 
-def _flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: _Scores) -> tuple[torch.Tensor, ...]:
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, how: _Scores) -> tuple[Tensor, ...]:
     """Attend by PyTorch's flash attention; q is [tokens, Hq, D], k and v are [tokens, Hkv, D].
 
     Returns:
@@ -169,9 +170,7 @@ def _flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: _Scor
     return torch.ops.aten._flash_attention_forward(q, k, v, *how.of_kernel(), False, **how.named())
 
 
-def _flash_backward(
-    dy: torch.Tensor, saved: Sequence[torch.Tensor], state: Sequence[torch.Tensor], how: _Scores
-) -> tuple[torch.Tensor, ...]:
+def _flash_backward(dy: Tensor, saved: Sequence[Tensor], state: Sequence[Tensor], how: _Scores) -> tuple[Tensor, ...]:
     """Return gradients of q, k and v, which `saved` has with what `_flash_forward` gave; `state` is the generator's."""
     return torch.ops.aten._flash_attention_backward(dy, *saved, *how.of_kernel(), *state, **how.named())
 
@@ -185,9 +184,7 @@ class _WithSinks(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor, how: _Scores
-    ) -> torch.Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, how: _Scores) -> Tensor:
         attended, sums, *state = _flash_forward(q, k, v, how)
         with_sinks = torch.logaddexp(sums, sinks.float()[:, None])
         y = (attended * (sums - with_sinks).exp().t()[..., None]).to(attended.dtype)
@@ -197,7 +194,7 @@ class _WithSinks(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple:
+    def backward(ctx: Any, dy: Tensor) -> tuple:
         *saved, sinks, seed, offset = ctx.saved_tensors
         y, with_sinks = saved[3:]
         gradients = _flash_backward(dy, saved, (seed, offset), ctx.how)
@@ -206,9 +203,7 @@ class _WithSinks(torch.autograd.Function):
         return *gradients, dsinks, None
 
 
-def _one_by_one(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, how: _Scores
-) -> torch.Tensor:
+def _one_by_one(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, how: _Scores) -> Tensor:
     """Attend by `attend`, which defines what the kernel computes, bit for bit as each sequence by itself."""
     attended, options = [], {"dropout": how.dropout, "scale": how.scale}
     for begin, end in pairwise(how.sequences.on_host):
@@ -222,21 +217,14 @@ def _one_by_one(
         if sinks is None:
             one = attend(query, key, value, mask, **options)
         else:
-            one = _attend_with_sinks(query, key, value, cast(torch.Tensor, mask), sinks, **options)
+            one = _attend_with_sinks(query, key, value, cast(Tensor, mask), sinks, **options)
         attended.append(one[0].transpose(0, 1))
     return torch.cat(attended)
 
 
 def _attend_with_sinks(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor,
-    sinks: torch.Tensor,
-    *,
-    dropout: float,
-    scale: float | None,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor, *, dropout: float, scale: float | None
+) -> Tensor:
     """Attend as `attend` with a sink for each head, all scores in memory; `mask` is bool [S, S]."""
     groups = query.shape[1] // key.shape[1]
     key, value = (each.repeat_interleave(groups, 1) for each in (key, value))

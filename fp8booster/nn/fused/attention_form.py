@@ -10,7 +10,7 @@ from itertools import product
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fp8booster.nn.fused.families import Part, has_sinks
 from fp8booster.nn.fused.packing import PackedEmbeddings, Sequences
@@ -74,7 +74,7 @@ class Form(NamedTuple):
         return {"interleaved": self.rotation.interleaved, "interleaved_angles": self.rotation.interleaved_angles}
 
 
-def cos_and_sin(position_embeddings: Any, angles: str) -> tuple[torch.Tensor, torch.Tensor]:
+def cos_and_sin(position_embeddings: Any, angles: str) -> tuple[Tensor, Tensor]:
     """Return cos and sin, [1 or B, S, R] each, for each place of a head that is rotated, pairs in halves.
 
     Args:

@@ -14,8 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fp8booster.config import VOCABULARY_HEADS
 from fp8booster.nn.fused.families import FAMILIES, MODELS
@@ -31,7 +30,7 @@ class LanguageModel(nn.Module):
     """The attributes of the models of `MODELS`; transformers declares no types of them."""
 
     config: Any
-    loss_function: Callable[..., torch.Tensor]
+    loss_function: Callable[..., Tensor]
 
 
 def _head_name(model: nn.Module) -> str:

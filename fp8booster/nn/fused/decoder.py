@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fp8booster.config import FP8Config
 from fp8booster.nn.fused.activations import activation_kind, activation_name
@@ -60,7 +60,7 @@ class FusedDecoderLayer(nn.Module):
         attention: Any = self._modules[self.attention_name]
         return config_around(attention._modules.values())
 
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # the compiler sees sums and norms by itself
             return super().forward(hidden_states, *args, **kwargs)
         parts = parts_with_lazy_sums(self, FusedNorm, saving=Saving.of_norm(self.fused_config))

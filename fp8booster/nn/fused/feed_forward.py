@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fp8booster.nn.fused.activations import activation_kind, fused_kind
 from fp8booster.nn.fused.part import FusedPart
@@ -32,21 +33,21 @@ class FusedMLP(FusedPart):
             return f"its activation is {type(activation).__name__} now"
         return self.why_replaced or (None if self.kind else "its activation has hooks or a forward of its own")
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         kind = None if torch.compiler.is_compiling() or not self.training else self.kind
         if kind is None:
             return super().forward(x)
         fused = partial(activate, kind=kind, saving=Saving.of_activation(self.fused_config))
         return run_with(FusedMLP._as_written, self, {self.activation: fused}, x)
 
-    def _as_written(self, *args: Any) -> torch.Tensor:
+    def _as_written(self, *args: Any) -> Tensor:
         return super().forward(*args)
 
 
 class FusedGatedMLP(FusedMLP):
     """Mixin of a gated feed-forward block, or of an expert that is one."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """As transformers', with one product for gate and up."""
         if self.why_replaced is not None:
             return super(FusedMLP, self).forward(x)

@@ -9,8 +9,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, ClassVar
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fp8booster import formats
@@ -39,7 +38,7 @@ class HeldHead(nn.Module):
         """As `mixed_class` asks."""
         return {"head_class": original}
 
-    def while_whole(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def while_whole(self, compute: Callable[[], Tensor]) -> Tensor:
         """Return what `compute` makes of the head's parameters, differentiable."""
         return compute()
 
@@ -73,7 +72,7 @@ def why_not_bypassed(head: nn.Module, classes: Collection[type[nn.Module]]) -> s
     return None
 
 
-def head_loss(head: nn.Linear, hidden: torch.Tensor, targets: torch.Tensor, **how: Any) -> torch.Tensor:
+def head_loss(head: nn.Linear, hidden: Tensor, targets: Tensor, **how: Any) -> Tensor:
     """Compute the loss through a head, in FP8 where the head is an FP8 layer for which that pays.
 
     Args:
@@ -86,7 +85,7 @@ def head_loss(head: nn.Linear, hidden: torch.Tensor, targets: torch.Tensor, **ho
     return head.while_whole(compute) if isinstance(head, HeldHead) else compute()
 
 
-def _whole_head_loss(head: nn.Linear, hidden: torch.Tensor, targets: torch.Tensor, **how: Any) -> torch.Tensor:
+def _whole_head_loss(head: nn.Linear, hidden: Tensor, targets: Tensor, **how: Any) -> Tensor:
     fp8: dict[str, Any] = {}
     if isinstance(head, FP8Layer) and hidden.numel():
         config, tokens = head.fp8_config, hidden.numel() // hidden.shape[-1]

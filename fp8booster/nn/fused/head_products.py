@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from fp8booster.kernels.alignment import aligned
 from fp8booster.kernels.product import product
@@ -21,13 +22,13 @@ from fp8booster.tensor import QuantizedMatrix
 class HeadProducts:
     """Products in the dtype of hidden states and weight."""
 
-    weight: torch.Tensor  # [V, K]
-    bias: torch.Tensor | None  # [V]
+    weight: Tensor  # [V, K]
+    bias: Tensor | None  # [V]
     wanted: tuple[bool, bool]  # hidden states and weight need gradients
     sum_dtype: torch.dtype  # in which the weight's gradient is added up over chunks: the weight's, or FP32
-    _memory: torch.Tensor | None = None
+    _memory: Tensor | None = None
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """Make the chunk's logits, [m, V], in the place of the last chunk's."""
         tokens, vocabulary = hidden.shape[0], self.weight.shape[0]
         if self._memory is None:  # rows that begin where whole vectors do
@@ -40,8 +41,8 @@ class HeadProducts:
         return torch.addmm(self.bias, hidden, self.weight.t(), out=logits)
 
     def gradients(
-        self, hidden: torch.Tensor, gradient: torch.Tensor, amax: torch.Tensor | None, total: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        self, hidden: Tensor, gradient: Tensor, amax: Tensor | None, total: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients of the chunk's hidden states and of the weight, the latter added up over chunks.
 
         Args:
@@ -58,7 +59,7 @@ class HeadProducts:
             total = self._to_weight(gradient.t(), hidden, total)
         return torch.mm(gradient, self.weight) if for_hidden else None, total
 
-    def _to_weight(self, gradient: torch.Tensor, hidden: torch.Tensor, total: torch.Tensor | None) -> torch.Tensor:
+    def _to_weight(self, gradient: Tensor, hidden: Tensor, total: Tensor | None) -> Tensor:
         if gradient.dtype is self.sum_dtype:
             if total is None:
                 return torch.mm(gradient, hidden)
@@ -75,14 +76,14 @@ class FP8HeadProducts:
     """The same products in FP8: the chunk's hidden states and the logits' gradient are cast once each."""
 
     weight: QuantizedMatrix  # with its transpose
-    bias: torch.Tensor | None
+    bias: Tensor | None
     wanted: tuple[bool, bool]
     sum_dtype: torch.dtype
     shape: tuple[int, int]  # (V, K)
     casts: Casts  # the head's, with its configuration
-    hidden_amax: torch.Tensor | None  # of all hidden states, if it is known; None: each chunk's is found
+    hidden_amax: Tensor | None  # of all hidden states, if it is known; None: each chunk's is found
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """Make the chunk's logits, [m, V]."""
         w, bias = self.weight, self.bias
         x = self._x = self.casts.quantize(INPUT, hidden, transposed=self.wanted[1], amax=self.hidden_amax)
@@ -98,8 +99,8 @@ class FP8HeadProducts:
         return logits[: hidden.shape[0], : self.shape[0]]
 
     def gradients(
-        self, hidden: torch.Tensor, gradient: torch.Tensor, amax: torch.Tensor | None, total: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        self, hidden: Tensor, gradient: Tensor, amax: Tensor | None, total: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
         """As `HeadProducts.gradients`."""
         for_hidden, for_weight = self.wanted
         x, w, options = self._x, self.weight, self.casts.config.product_options

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fp8booster.nn.modules import may_be_bypassed
 
@@ -24,7 +24,7 @@ class LazyTensor:
 
     __slots__ = ()
 
-    def made(self) -> torch.Tensor:
+    def made(self) -> Tensor:
         """Make the tensor, once."""
         raise NotImplementedError
 
@@ -64,13 +64,13 @@ class LazySum(LazyTensor):
 
     __slots__ = ("terms",)
 
-    terms: tuple[torch.Tensor, ...]
+    terms: tuple[Tensor, ...]
     """Of one shape, to be added up; one tensor where that was done. Who makes the sum leaves it here."""
 
-    def __init__(self, *terms: torch.Tensor) -> None:
+    def __init__(self, *terms: Tensor) -> None:
         self.terms = terms
 
-    def made(self) -> torch.Tensor:
+    def made(self) -> Tensor:
         """Add the terms up."""
         if len(self.terms) > 1:
             self.terms = (torch.add(*self.terms),)
@@ -96,11 +96,11 @@ class LazySum(LazyTensor):
         return super().__torch_function__(function, types, args, kwargs)
 
 
-_ADDITIONS = (torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__)
+_ADDITIONS = (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)
 
 
 def _sum(one: Any, other: Any) -> LazySum:
-    both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and one.shape == other.shape
+    both = isinstance(one, Tensor) and isinstance(other, Tensor) and one.shape == other.shape
     return LazySum(one, other) if both else LazySum(one + other)
 
 
@@ -130,9 +130,9 @@ class _Part:
             if type(value) is LazySum:
                 kwargs[name] = value.made()
         output = self._module(*map(made, args), **kwargs)
-        if isinstance(output, torch.Tensor):
+        if isinstance(output, Tensor):
             return LazySum(output)
-        if type(output) is tuple and output and isinstance(output[0], torch.Tensor):
+        if type(output) is tuple and output and isinstance(output[0], Tensor):
             return (LazySum(output[0]), *output[1:])
         return output
 

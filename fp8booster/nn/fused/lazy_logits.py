@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from fp8booster.nn.fused.head import head_loss, vocabulary_size
 from fp8booster.nn.fused.lazy import LazyTensor
@@ -30,7 +30,7 @@ class LazyHead:
     def __init__(self, head: nn.Linear) -> None:
         self._head = head
 
-    def __call__(self, hidden: torch.Tensor) -> LazyLogits:
+    def __call__(self, hidden: Tensor) -> LazyLogits:
         return LazyLogits(self._head, hidden)
 
     def __getattr__(self, name: str) -> Any:
@@ -45,12 +45,12 @@ class LazyLogits(LazyTensor):
         hidden: [..., K], what it reads.
     """
 
-    def __init__(self, head: nn.Linear, hidden: torch.Tensor) -> None:
+    def __init__(self, head: nn.Linear, hidden: Tensor) -> None:
         self._head, self._hidden = head, _with_amax(hidden)
         self._scale = 1.0
         self._outer: float | None = None  # these are outer * tanh(scale * what the head makes), or scale * that
         self._shape = torch.Size((*hidden.shape[:-1], vocabulary_size(head)))
-        self._made: torch.Tensor | None = None
+        self._made: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -95,7 +95,7 @@ class LazyLogits(LazyTensor):
                 return loss
         return super().__torch_function__(function, types, args, kwargs)
 
-    def made(self) -> torch.Tensor:
+    def made(self) -> Tensor:
         """Make them, as the head does."""
         if self._made is None:
             logits = self._head(self._hidden)
@@ -106,14 +106,14 @@ class LazyLogits(LazyTensor):
 
     def _loss(
         self,
-        target: torch.Tensor,
-        weight: torch.Tensor | None = None,
+        target: Tensor,
+        weight: Tensor | None = None,
         size_average: bool | None = None,
         ignore_index: int = -100,
         reduce: bool | None = None,
         reduction: str = "mean",
         label_smoothing: builtins.float = 0.0,
-    ) -> torch.Tensor | None:
+    ) -> Tensor | None:
         """Compute `F.cross_entropy` from the hidden states; None: it is computed from the logits."""
         plain = weight is None and size_average is None and reduce is None and label_smoothing == 0.0
         if not plain or reduction == "none" or len(self._shape) != 2 or target.shape != self._shape[:1]:
@@ -146,7 +146,7 @@ def _is_positive(value: Any) -> bool:
     return isinstance(value, (int, float)) and value > 0
 
 
-def _with_amax(hidden: torch.Tensor) -> torch.Tensor:
+def _with_amax(hidden: Tensor) -> Tensor:
     """Give it the amax of what it is a view of, if that is as large: models take the last tokens, here all of them."""
     whole = hidden._base
     if whole is not None and whole.shape == hidden.shape and delivered_amax(hidden) is None:

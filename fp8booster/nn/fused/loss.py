@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fp8booster.kernels.alignment import aligned
@@ -82,20 +83,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden: torch.Tensor,  # [M, K]
-        weight: torch.Tensor,  # [V, K]
-        bias: torch.Tensor | None,  # [V]
-        targets: torch.Tensor,  # [M]
+        hidden: Tensor,  # [M, K]
+        weight: Tensor,  # [V, K]
+        bias: Tensor | None,  # [V]
+        targets: Tensor,  # [M]
         how: _Options,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         in_fp16 = how.dtype is torch.float16
         one = torch.ones((), dtype=torch.float32, device=hidden.device)
         counted = (targets != how.ignore_index).sum()
         count = counted if how.mean else one
         share = one / count.clamp(min=1)
         factor = (one if in_fp16 else share) if any(how.wanted) else None
-        losses: list[torch.Tensor] = []
-        hidden_gradients: list[torch.Tensor] = []
+        losses: list[Tensor] = []
+        hidden_gradients: list[Tensor] = []
         weight_gradient = bias_gradient = None
         for part, part_targets in zip(hidden.split(how.chunk), targets.split(how.chunk), strict=True):
             part = part.to(how.dtype)
@@ -126,7 +127,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
+    def backward(ctx: Any, gradient: Tensor) -> tuple:
         if ctx.gradients is None:
             raise RuntimeError(SPENT)
         gradients, ctx.gradients = ctx.gradients, None
@@ -139,7 +140,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return *gradients, None, None
 
 
-def _check_targets(hidden: torch.Tensor, targets: torch.Tensor, ignore_index: int, tokens: int) -> None:
+def _check_targets(hidden: Tensor, targets: Tensor, ignore_index: int, tokens: int) -> None:
     if hidden.dim() != 2:
         raise ValueError(f"hidden has shape {tuple(hidden.shape)}; give a matrix of [tokens, features]")
     if targets.shape != hidden.shape[:1]:
@@ -156,11 +157,11 @@ def _check_targets(hidden: torch.Tensor, targets: torch.Tensor, ignore_index: in
 
 
 def linear_cross_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
     *,
-    bias: torch.Tensor | None = None,
+    bias: Tensor | None = None,
     ignore_index: int = -100,
     chunk_tokens: int | None = None,
     reduction: str = "mean",
@@ -169,7 +170,7 @@ def linear_cross_entropy(
     casts: Casts | None = None,
     quantized_weight: QuantizedMatrix | None = None,
     vocabulary: VocabularyPart | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute `F.cross_entropy(F.linear(hidden, weight, bias).float(), targets)` with one chunk of logits at a time.
 
     Memory: the logits of `chunk_tokens` tokens in the dtype of `hidden` (or autocast's), with `casts` as much again

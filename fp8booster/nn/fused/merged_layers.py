@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from fp8booster.config import FP8Config
 from fp8booster.kernels.device import require_fp8
@@ -51,7 +51,7 @@ class Merged:
         self._why_replaced: str | None = None
 
     @property
-    def weights(self) -> list[torch.Tensor]:
+    def weights(self) -> list[Tensor]:
         """The layers' weights, in the order of their outputs; those of FP8 layers may have no values in 16 bits."""
         return list(map(held_weight, self.layers))
 
@@ -65,7 +65,7 @@ class Merged:
         """The configuration of what is fused around the layers; None: they are not in FP8."""
         return None
 
-    def __call__(self, input: torch.Tensor) -> torch.Tensor | None:
+    def __call__(self, input: Tensor) -> Tensor | None:
         """Return all outputs side by side, [..., sum of output features], or None: call the layers one by one.
 
         They are, where `why_not_merged` has a reason; in evaluation; under autocast, which would cast them as one anew;
@@ -87,7 +87,7 @@ class Merged:
             self._why_replaced = why
         return why is None
 
-    def _bias(self) -> torch.Tensor | None:
+    def _bias(self) -> Tensor | None:
         held = self.layers[0]._parameters
         # torch looks a parameter up by a function in Python
         if (held["bias"] if "bias" in held else self.layers[0].bias) is None:
@@ -146,7 +146,7 @@ class MergedLayers(Merged):
         casts = vars(self.layers[0]).get("fp8_casts")
         return config_around(self.layers) if casts is None else casts.config
 
-    def __call__(self, input: torch.Tensor) -> torch.Tensor | None:
+    def __call__(self, input: Tensor) -> Tensor | None:
         """As `Merged.__call__`; None too where BF16 is faster."""
         if not (all(map(_in_training, self.layers)) and is_plain(input) and input.numel()):
             return None
@@ -165,7 +165,7 @@ class MergedLayers(Merged):
             return None
         return self._product(input, weights)
 
-    def _weights_of_usual_layers(self) -> list[torch.Tensor] | None:
+    def _weights_of_usual_layers(self) -> list[Tensor] | None:
         """Return the weights of layers for which `_why_never` has no reason at first sight: None: it must be asked."""
         if self._why_replaced is not None or self.fp8_weight.refusal is not None:
             return None
@@ -180,7 +180,7 @@ class MergedLayers(Merged):
             seen.add((id(config), bias is None))
         return weights if len(seen) == 1 and not config.rowwise else None
 
-    def _product(self, input: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    def _product(self, input: Tensor, weights: Sequence[Tensor]) -> Tensor | None:
         first = self.layers[0]
         config, exchange = first.fp8_config, first.fp8_exchange()
         casts = self.fp8_casts = self.fp8_casts.under(config)
@@ -219,7 +219,7 @@ class MergedLayers(Merged):
                 return None
             by_layer.append(give)
 
-        def defer(compute: Callable[[], torch.Tensor]) -> None:
+        def defer(compute: Callable[[], Tensor]) -> None:
             rows = _DeferredRows(compute, [len(weight) for weight in self.weights])
             for number, (layer, give) in enumerate(zip(self.layers, by_layer, strict=True)):
                 if layer.held_weight.requires_grad:
@@ -227,7 +227,7 @@ class MergedLayers(Merged):
 
         return defer
 
-    def _why_not(self, input: torch.Tensor, weights: Sequence[torch.Tensor]) -> str | None:
+    def _why_not(self, input: Tensor, weights: Sequence[Tensor]) -> str | None:
         """Return why the layers, which can run as one in training, cannot on this input."""
         if torch.is_autocast_enabled(input.device.type):
             return "under autocast"
@@ -273,7 +273,7 @@ class MergedLinears(Merged):
         super().__init__(layers)
         self._why_moved = _lay_together(self.weights)
 
-    def __call__(self, input: torch.Tensor) -> torch.Tensor | None:
+    def __call__(self, input: Tensor) -> Tensor | None:
         if (
             torch.compiler.is_compiling()
             or not all(map(_in_training, self.layers))
@@ -298,7 +298,7 @@ class MergedLinears(Merged):
 _MOVED = "their weights have moved since; fuse the model when it has its dtype and device, and no copy of it"
 
 
-def _lay_together(weights: Sequence[torch.Tensor]) -> str:
+def _lay_together(weights: Sequence[Tensor]) -> str:
     """Move weights stacked by rows; return why they do not lie so, if ever they do not."""
     for weight in weights:
         if type(weight) is not nn.Parameter or weight.is_meta:
@@ -330,13 +330,13 @@ class _Stacked(torch.autograd.Function):
     """A matrix that stands for weights stacked by rows, each of which gets its rows of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, matrix: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, matrix: Tensor, *weights: Tensor) -> Tensor:
         ctx.rows = [len(weight) for weight in weights]
         ctx.set_materialize_grads(False)
         return matrix
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple:
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple:
         # None: it is computed later
         return None, *((None,) * len(ctx.rows) if gradient is None else gradient.split(ctx.rows))
 
@@ -344,12 +344,12 @@ class _Stacked(torch.autograd.Function):
 class _DeferredRows:
     """A gradient that is computed when the first of its rows are asked for."""
 
-    def __init__(self, compute: Callable[[], torch.Tensor], rows: list[int]) -> None:
-        self._compute: Callable[[], torch.Tensor] | None = compute
+    def __init__(self, compute: Callable[[], Tensor], rows: list[int]) -> None:
+        self._compute: Callable[[], Tensor] | None = compute
         self._rows = rows
-        self._parts: dict[int, torch.Tensor] = {}
+        self._parts: dict[int, Tensor] = {}
 
-    def take(self, number: int) -> torch.Tensor:
+    def take(self, number: int) -> Tensor:
         """Return the rows of one weight, once."""
         if self._compute is not None:
             self._parts, self._compute = dict(enumerate(self._compute().split(self._rows))), None

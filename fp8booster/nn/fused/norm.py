@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fp8booster.nn.fused.part import Fused
 from fp8booster.nn.fused.pointwise import PLAIN, Saving, row_norm
@@ -39,13 +39,8 @@ class FusedNorm(Fused):
         return type(self).forward is ours or forward_of_class(self) is ours
 
     def forward(
-        self,
-        hidden_states: torch.Tensor,
-        residual: torch.Tensor | None = None,
-        *,
-        both: bool = False,
-        saving: Saving = PLAIN,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        self, hidden_states: Tensor, residual: Tensor | None = None, *, both: bool = False, saving: Saving = PLAIN
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Return the norm of `hidden_states + residual`; with `both`, that sum too. `saving`: how the sum is saved."""
         centered, unit_offset, epsilon, weighted, biased = self.computes
         weight: Any = self.weight if weighted else hidden_states.new_ones(hidden_states.shape[-1])
@@ -89,7 +84,7 @@ class HeadNorms:
         alike = len({(each.normalized_shape, each.eps) for each in norms}) == 1
         return cls(norms) if alike and norms[0].weight is not None else None
 
-    def __call__(self, heads: torch.Tensor) -> torch.Tensor:
+    def __call__(self, heads: Tensor) -> Tensor:
         """Return the norms of heads, [..., H, D]."""
         if not all(map(may_be_bypassed, self.norms)):
             return torch.cat([norm(each) for norm, each in zip(self.norms, heads.split(1, -2), strict=True)], -2)

@@ -21,7 +21,7 @@ from operator import is_
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fp8booster.nn.fused.families import WITH_SINKS, has_sinks, is_attention
 
@@ -30,7 +30,7 @@ from fp8booster.nn.fused.families import WITH_SINKS, has_sinks, is_attention
 class Sequences:
     """The boundaries of the sequences of a batch, its rows one behind the other."""
 
-    boundaries: torch.Tensor
+    boundaries: Tensor
     """[sequences + 1], int32, on the batch's device: 0, where the second begins, ..., the number of tokens."""
 
     longest: int  # tokens of the longest; more are allowed, which costs time alone
@@ -47,7 +47,7 @@ class PackedEmbeddings(tuple):
     sequences: Sequences | None = None  # it was rebuilt by something that did not know them
 
 
-def sequences_of(position_embeddings: tuple[torch.Tensor, torch.Tensor]) -> Sequences | None:
+def sequences_of(position_embeddings: tuple[Tensor, Tensor]) -> Sequences | None:
     """Return the sequences that a layer's tokens belong to; None where each row is one.
 
     Raises:
@@ -64,7 +64,7 @@ def sequences_of(position_embeddings: tuple[torch.Tensor, torch.Tensor]) -> Sequ
 
 
 def find_sequences(
-    tokens: tuple[int, int], position_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
+    tokens: tuple[int, int], position_ids: Tensor, attention_mask: Tensor | None = None
 ) -> Sequences | None:
     """Find the sequences of a batch by positions that do not grow from one token to the next; wait for the device once.
 
@@ -97,7 +97,7 @@ def find_sequences(
 
 
 def checked_sequences(
-    tokens: tuple[int, int], boundaries: torch.Tensor, longest: int | None, device: torch.device
+    tokens: tuple[int, int], boundaries: Tensor, longest: int | None, device: torch.device
 ) -> Sequences:
     """Return sequences whose boundaries a caller gives.
 
@@ -135,7 +135,7 @@ def _sequences(boundaries: list[int], device: torch.device) -> Sequences:
     return Sequences(torch.tensor(boundaries, dtype=torch.int32).to(device), longest)
 
 
-def positions_in(sequences: Sequences, tokens: tuple[int, int]) -> torch.Tensor:
+def positions_in(sequences: Sequences, tokens: tuple[int, int]) -> Tensor:
     """Return the position of each token in its sequence, [rows, tokens]."""
     place = torch.arange(tokens[0] * tokens[1], device=sequences.boundaries.device, dtype=torch.int32)
     sequence = torch.searchsorted(sequences.boundaries, place, right=True) - 1
@@ -232,7 +232,7 @@ class Packing:
         """Let position embeddings tell the sequences, as a forward hook of what makes them."""
         if self.sequences is None:
             return output
-        packed = PackedEmbeddings((output,) if isinstance(output, torch.Tensor) else output)
+        packed = PackedEmbeddings((output,) if isinstance(output, Tensor) else output)
         packed.sequences = self.sequences
         return packed
 
@@ -257,7 +257,7 @@ def _given_sequences(given: dict[str, Any]) -> Sequences | None:
     if boundaries is None:
         if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] == 1:
             return None
-        if mask is not None and (not isinstance(mask, torch.Tensor) or mask.dim() != 2):
+        if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
             return None  # a mask of queries by keys has the last word
         (rows, _), _ = _tokens(given)
         return find_sequences((rows, position_ids.shape[1]), position_ids, mask)
@@ -275,7 +275,7 @@ def _given_sequences(given: dict[str, Any]) -> Sequences | None:
     return checked_sequences(tokens, boundaries, given.get("max_length_q"), device)
 
 
-def _differ(queries: torch.Tensor, keys: torch.Tensor) -> bool:
+def _differ(queries: Tensor, keys: Tensor) -> bool:
     """Tell whether the boundaries of queries and keys differ, as far as is known without waiting for a GPU.
 
     Values on a GPU are not compared: there boundaries of the same number pass, and those of queries hold for keys too.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fp8booster.config import FP8Config
 from fp8booster.nn.fused.families import Part
@@ -44,7 +44,7 @@ class FusedPart(Fused):
     fp8_merged: Merged | None
     """None where there is one layer, whose product is that of all, and where they run one by one."""
 
-    def merged_product(self, input: torch.Tensor) -> torch.Tensor | None:
+    def merged_product(self, input: Tensor) -> Tensor | None:
         """Return what the merged layers make of an input; None: call the layers, which the part has now, one by one."""
         layers: list[Any] = list(map(self._modules.get, self.part.merged))
         merged = self.fp8_merged
@@ -72,7 +72,7 @@ class FusedPart(Fused):
         return all(low_rank_of(getattr(self, name)) for name in self.part.merged)
 
 
-def own_product(layer: nn.Module, input: torch.Tensor) -> torch.Tensor:
+def own_product(layer: nn.Module, input: Tensor) -> Tensor:
     """Return what a linear layer makes of an input, to be written over: a copy where a hook or adapter has it too."""
     product = layer(input)
     is_own = isinstance(layer, (nn.Linear, FP8Layer)) and may_be_bypassed(layer)

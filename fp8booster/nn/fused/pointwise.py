@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fp8booster.config import FP8Config
 from fp8booster.kernels import activation as activation_kernel
@@ -21,7 +22,7 @@ from fp8booster.nn.linear.delivered_amax import deliver_amax
 from fp8booster.nn.linear.functional import unaliased, unsafe_view
 from fp8booster.nn.linear.recompute import Recipe, deliver_recipe
 
-Observer = Callable[[torch.Tensor, GroupCodes], None]
+Observer = Callable[[Tensor, GroupCodes], None]
 """Is shown what is saved in 8 bits: the values, a matrix, and their codes."""
 
 observers: list[Observer] = []
@@ -52,9 +53,9 @@ PLAIN = Saving()
 """What was read is saved in its own dtype, and so is what the product reads."""
 
 
-def _saved(values: Iterable[torch.Tensor], codes: Iterable[GroupCodes | None]) -> tuple[torch.Tensor, ...]:
+def _saved(values: Iterable[Tensor], codes: Iterable[GroupCodes | None]) -> tuple[Tensor, ...]:
     """Return the tensors of codes, which observers are shown; none where the values are saved themselves."""
-    flat: list[torch.Tensor] = []
+    flat: list[Tensor] = []
     for each, encoded in zip(values, codes, strict=True):
         if encoded is not None:
             flat += encoded
@@ -67,12 +68,12 @@ class _RowNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        residual: torch.Tensor | None,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
         how: tuple[float, dict[str, bool], Saving],  # epsilon, kind: one argument, as autograd looks at each
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         eps, kind, saving = how
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         added = None if residual is None else residual.reshape(rows.shape).contiguous()
@@ -95,7 +96,7 @@ class _RowNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor | None, dh: torch.Tensor | None) -> tuple:
+    def backward(ctx: Any, dy: Tensor | None, dh: Tensor | None) -> tuple:
         weight, inverse_rms, *saved = ctx.saved_tensors
         if dy is None:  # only the sum was used
             return dh, None, None, dh if ctx.has_residual else None, None
@@ -113,7 +114,7 @@ class _RowNorm(torch.autograd.Function):
         return dx, dweight, dbias, dx if ctx.has_residual else None, None
 
 
-def _values_or_codes(saved: Sequence[torch.Tensor]) -> torch.Tensor | GroupCodes:
+def _values_or_codes(saved: Sequence[Tensor]) -> Tensor | GroupCodes:
     return saved[0] if len(saved) == 1 else GroupCodes(*saved)
 
 
@@ -121,11 +122,11 @@ def _normalized_again(
     eps: float,
     kind: dict[str, bool],
     factors: int,
-    amax: torch.Tensor,
-    inverse_rms: torch.Tensor,
-    weight: torch.Tensor,
-    *others: torch.Tensor,  # a bias, if there are two factors, and the rows or their codes
-) -> tuple[torch.Tensor, torch.Tensor]:
+    amax: Tensor,
+    inverse_rms: Tensor,
+    weight: Tensor,
+    *others: Tensor,  # a bias, if there are two factors, and the rows or their codes
+) -> tuple[Tensor, Tensor]:
     """As `Recipe.matrix`."""
     bias, h = others[0] if factors > 1 else None, _values_or_codes(others[factors - 1 :])
     rows = values_of(h).to(h.dtype) if isinstance(h, GroupCodes) else h
@@ -134,29 +135,24 @@ def _normalized_again(
 
 
 def _normalized_transpose(
-    unit_offset: bool,
-    amax: torch.Tensor,
-    inverse_rms: torch.Tensor,
-    weight: torch.Tensor,
-    *saved: torch.Tensor,
-    **cast: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    unit_offset: bool, amax: Tensor, inverse_rms: Tensor, weight: Tensor, *saved: Tensor, **cast: Any
+) -> tuple[Tensor, Tensor]:
     """As `Recipe.transpose`, of an RMS norm."""
     h = _values_or_codes(saved)
     return row_norm_kernel.row_norm_transposed(h, weight, inverse_rms, unit_offset=unit_offset, amax=amax, **cast)
 
 
 def row_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
     eps: float,
-    residual: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    residual: Tensor | None = None,
+    bias: Tensor | None = None,
     *,
     centered: bool = False,
     unit_offset: bool = False,
     saving: Saving = PLAIN,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Normalise the rows of `h = x + residual`: RMS norm or, centered, layer norm; see `kernels.row_norm`.
 
     Args:
@@ -185,14 +181,14 @@ class _SplitAndRotate(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        qkv: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
         query_heads: int,
         key_heads: int,
         groups: int,
         pairs: dict[str, bool],
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
         ctx.options = {**pairs, "groups": groups}
         heads = unaliased(qkv).view(*qkv.shape[:2], query_heads + 2 * key_heads, -1)
@@ -205,22 +201,15 @@ class _SplitAndRotate(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> tuple:
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple:
         gradients = [gradient if gradient.stride(-1) == 1 else gradient.contiguous() for gradient in (dq, dk, dv)]
         dqkv, amax = rope_kernel.rotate_back(*gradients, *ctx.saved_tensors, **ctx.options)
         return deliver_amax(dqkv.flatten(2), amax), None, None, None, None, None, None
 
 
 def split_and_rotate(
-    qkv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    *,
-    query_heads: int,
-    key_heads: int,
-    groups: int = 1,
-    **pairs: bool,
-) -> tuple[torch.Tensor, ...]:
+    qkv: Tensor, cos: Tensor, sin: Tensor, *, query_heads: int, key_heads: int, groups: int = 1, **pairs: bool
+) -> tuple[Tensor, ...]:
     """Rotate q and k in place, and return q, k and v: views, unless a group has several heads of one of them.
 
     Args:
@@ -241,8 +230,8 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, cos: torch.Tensor, sin: torch.Tensor, how: list[tuple[int, dict[str, bool]]], *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+        ctx: Any, cos: Tensor, sin: Tensor, how: list[tuple[int, dict[str, bool]]], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
         ctx.how, ctx.shapes = how, [each.shape for each in tensors]
         rotated = []
@@ -253,7 +242,7 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple:
         angles = ctx.saved_tensors  # once, as activation checkpointing asks for
         back = []
         for gradient, shape, (_, options) in zip(gradients, ctx.shapes, ctx.how, strict=True):
@@ -264,9 +253,7 @@ class _Rotate(torch.autograd.Function):
         return None, None, None, *back
 
 
-def rotate_heads(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, **pairs: bool
-) -> tuple[torch.Tensor, ...]:
+def rotate_heads(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, **pairs: bool) -> tuple[Tensor, ...]:
     """Return queries and keys, rotated in place where they lie apart, as their norms made them.
 
     Args:
@@ -278,15 +265,8 @@ def rotate_heads(
 
 
 def latent_heads(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    k_rotated: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    *,
-    heads: int,
-    **pairs: bool,
-) -> tuple[torch.Tensor, ...]:
+    q: Tensor, kv: Tensor, k_rotated: Tensor, cos: Tensor, sin: Tensor, *, heads: int, **pairs: bool
+) -> tuple[Tensor, ...]:
     """Return q, k and v of attention with latents, whose keys share what is rotated of them.
 
     Args:
@@ -311,7 +291,7 @@ def latent_heads(
 
 class _Activation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, kind: str, gated: bool, saving: Saving) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, kind: str, gated: bool, saving: Saving) -> Tensor:
         parts = _parts((x,), gated)
         made = activation_kernel.activate(*parts, kind=kind, encoded=saving.in_8_bits)
         kept = (x,) if made.x is None else _saved(parts, (made.x, made.up)[: len(parts)])
@@ -326,14 +306,14 @@ class _Activation(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple:
+    def backward(ctx: Any, dy: Tensor) -> tuple:
         rows = dy.reshape(-1, dy.shape[-1]).contiguous()
         parts = _parts(ctx.saved_tensors, ctx.gated)
         dx, amax = activation_kernel.activate_backward(rows, *parts, kind=ctx.kind)
         return deliver_amax(dx.view(*dy.shape[:-1], dx.shape[1]), amax), None, None, None
 
 
-def _parts(saved: Sequence[torch.Tensor], gated: bool) -> Sequence[torch.Tensor | GroupCodes]:
+def _parts(saved: Sequence[Tensor], gated: bool) -> Sequence[Tensor | GroupCodes]:
     """Return gate and up, or what is activated alone, as matrices, of the tensor with both or of the codes of each."""
     if len(saved) == 1:
         rows = saved[0].reshape(-1, saved[0].shape[-1])
@@ -341,21 +321,17 @@ def _parts(saved: Sequence[torch.Tensor], gated: bool) -> Sequence[torch.Tensor 
     return [GroupCodes(*pair) for pair in zip(saved[::2], saved[1::2], strict=True)]
 
 
-def _activated_again(
-    kind: str, gated: bool, amax: torch.Tensor, *saved: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _activated_again(kind: str, gated: bool, amax: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor]:
     """As `Recipe.matrix`."""
     return activation_kernel.activate(*_parts(saved, gated), kind=kind)[:2]
 
 
-def _activated_transpose(
-    kind: str, gated: bool, amax: torch.Tensor, *saved: torch.Tensor, **cast: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _activated_transpose(kind: str, gated: bool, amax: Tensor, *saved: Tensor, **cast: Any) -> tuple[Tensor, Tensor]:
     """As `Recipe.transpose`."""
     return activation_kernel.activate_transposed(*_parts(saved, gated), kind=kind, amax=amax, **cast)
 
 
-def activate(x: torch.Tensor, kind: str = "silu", *, gated: bool = False, saving: Saving = PLAIN) -> torch.Tensor:
+def activate(x: Tensor, kind: str = "silu", *, gated: bool = False, saving: Saving = PLAIN) -> Tensor:
     """Return `f(x)` or, gated, `f(gate) * up`, [..., F]; see `kernels.activation`.
 
     Args:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fp8booster.config import FP8Config
 from fp8booster.nn.fused.attention import attend, attend_packed, why_unlike
@@ -34,7 +34,7 @@ from fp8booster.nn.modules import may_be_bypassed, run_with
 class MergedAttention(FusedPart):
     """Mixin of a self-attention as transformers wrote it, whose layers of one input are one product."""
 
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple:
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple:
         product = self.merged_product(hidden_states)
         if product is None:
             return super().forward(hidden_states, *args, **kwargs)
@@ -44,7 +44,7 @@ class MergedAttention(FusedPart):
     def _as_written(self, *args: Any, **kwargs: Any) -> tuple:
         return super().forward(*args, **kwargs)
 
-    def _projections(self, input: torch.Tensor, product: torch.Tensor) -> dict[str, Callable]:
+    def _projections(self, input: Tensor, product: Tensor) -> dict[str, Callable]:
         """Return what stands in for the merged layers: it gives their parts of the one product of their input."""
         names = self.part.merged
         layers = [getattr(self, name) for name in names]
@@ -64,7 +64,7 @@ class FusedAttention(MergedAttention):
     layer_idx: int
     floor_scale: int
     use_rope: bool
-    sinks: torch.Tensor
+    sinks: Tensor
 
     form: Form = Form()
 
@@ -80,7 +80,7 @@ class FusedAttention(MergedAttention):
         _, _, *names = inspect.signature(original.forward).parameters
         return super().members_before(original) | {"native_arguments": tuple(names)}
 
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """As transformers', with one product for q, k and v."""
         arguments = dict(zip(self.native_arguments, args, strict=False)) | kwargs
         embeddings = arguments["position_embeddings"]
@@ -154,7 +154,7 @@ class FusedAttention(MergedAttention):
         config = config_around([getattr(self, self.part.output)])
         return config if config is not None and config.recasts_attention else None
 
-    def rotated(self, qkv: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor] | None) -> tuple[torch.Tensor, ...]:
+    def rotated(self, qkv: Tensor, angles: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
         """Return q, k and v, [B, S, H, D], of which q and k have gone through their norms and were rotated.
 
         Args:
@@ -187,7 +187,7 @@ class FusedAttention(MergedAttention):
             query, key = rotate_heads(query, key, cos, sin, **pairs)
         return query, key, value.unflatten(-1, (-1, size))
 
-    def _normal(self, norms: list[Any], heads: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _normal(self, norms: list[Any], heads: list[Tensor]) -> list[Tensor]:
         """Return what the norms of queries and of keys give of these heads, [B, S, H, D]."""
         first = norms[0]
         of_all = not isinstance(first, HeadNorms) and (
@@ -215,9 +215,7 @@ class FusedAttention(MergedAttention):
                 return arguments[name]
         return None
 
-    def cached(
-        self, key: torch.Tensor, value: torch.Tensor, cache: Any, arguments: dict[str, Any]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def cached(self, key: Tensor, value: Tensor, cache: Any, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Return keys and values, [B, H, S, D], with those before them."""
         if "cache_position" not in self.native_arguments:  # the cache counts by itself
             return cache.update(key, value, self.layer_idx)
@@ -231,15 +229,15 @@ class FusedAttention(MergedAttention):
             place["sliding_window"] = self.sliding_window
         return cache.update(key, value, self.layer_idx, place)
 
-    def key_heads_in(self, qkv: torch.Tensor) -> int:
+    def key_heads_in(self, qkv: Tensor) -> int:
         """Count the heads of keys in q, k and v side by side, [..., features]."""
         return qkv.shape[-1] // head_size(self) // (heads_of_a_key(self) + 2)
 
-    def before_attention(self, qkv: torch.Tensor) -> torch.Tensor:
+    def before_attention(self, qkv: Tensor) -> Tensor:
         """Return q, k and v, [B, S, features], of the tokens and heads that attend here; nothing else may read them."""
         return qkv
 
-    def after_attention(self, attended: torch.Tensor) -> torch.Tensor:
+    def after_attention(self, attended: Tensor) -> Tensor:
         """Return what attention gave, [B, S, H, D], as [B, S', H', D] of the tokens and heads that `o_proj` takes."""
         return attended
 
@@ -258,14 +256,12 @@ class FusedAttention(MergedAttention):
             arguments.pop("cache", None)
         return why_unlike(implementation, arguments)
 
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any) -> torch.Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any) -> Tensor:
         """Attend from query [B, Hq, S, D] to key and value [B, Hkv, S', D]: [B, Hq, S, D]."""
         dropout = dropout_of(self) if self.training else 0.0
         return attend(query, key, value, attention_mask, dropout=dropout, scale=getattr(self, "scaling", None))
 
-    def attend_packed(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: Sequences
-    ) -> torch.Tensor:
+    def attend_packed(self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences) -> Tensor:
         """Attend within each sequence, [B, Hq, S, D]; keys and values are [B, Hkv, S, D]."""
         dropout = dropout_of(self) if self.training else 0.0
         scale = getattr(self, "scaling", None)
@@ -280,7 +276,7 @@ class FusedAttention(MergedAttention):
         sinks = self.sinks if has_sinks(self) else None
         return attend_packed(query, key, value, sequences, window=window, sinks=sinks, dropout=dropout, scale=scale)
 
-    def forward_unfused(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward_unfused(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Run where `forward` does not cover a case."""
         return super().forward(*args, **kwargs)
 
@@ -309,9 +305,9 @@ class LatentAttention(FusedAttention):
             return "a cache holds latents; set config.use_cache to False"
         return super().why_unlike(**arguments)
 
-    def rotated(self, qkv: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor] | None) -> tuple[torch.Tensor, ...]:
+    def rotated(self, qkv: Tensor, angles: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
         """As `FusedAttention.rotated`; v is [B, S, H, V]."""
-        cos, sin = cast(tuple[torch.Tensor, torch.Tensor], angles)
+        cos, sin = cast(tuple[Tensor, Tensor], angles)
         widths = self.kv_lora_rank, self.qk_rope_head_dim
         of_query, of_keys, k_part = qkv.split([qkv.shape[-1] - sum(widths), *widths], -1)
         if "q_b_proj" in self.part.of_latents:

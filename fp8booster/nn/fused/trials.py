@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fp8booster.nn.fused.families import Part
@@ -40,7 +40,7 @@ def on_numbers(trial: Trial) -> Trial:
     return cast(Trial, with_numbers)
 
 
-def numbers(*shape: int) -> torch.Tensor:
+def numbers(*shape: int) -> Tensor:
     """Return random FP32 numbers on the CPU, always the same."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(*shape, generator=generator, device="cpu", dtype=torch.float32)
@@ -57,7 +57,7 @@ def tried(compute: Callable[..., Any], *args: Any) -> Any:
 
 def are_alike(found: Any, right: Any) -> bool:
     """Tell whether two results are tensors of one shape and of the same numbers, but for rounding."""
-    if not (isinstance(found, torch.Tensor) and isinstance(right, torch.Tensor)) or found.shape != right.shape:
+    if not (isinstance(found, Tensor) and isinstance(right, Tensor)) or found.shape != right.shape:
         return False
     largest = right.abs().max().item() if right.numel() else 0.0
     return torch.allclose(found, right, rtol=1e-4, atol=1e-6 * largest)
@@ -80,9 +80,7 @@ def watch(module: nn.Module, read: set[str]) -> None:
     change_class(module, mixed_class(_Watched, type(module)))
 
 
-def _computes(
-    cls: type[nn.Module], forward: Callable, held: dict[str, Any], right: torch.Tensor, *args: torch.Tensor
-) -> bool:
+def _computes(cls: type[nn.Module], forward: Callable, held: dict[str, Any], right: Tensor, *args: Tensor) -> bool:
     """Tell whether a forward gives this of a module that holds certain attributes, and reads no others of it.
 
     Args:
@@ -154,8 +152,8 @@ def _is_norm(
     norm: Norm,
     size: tuple[float, float],
     length: int,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
+    weight: Tensor,
+    bias: Tensor,
 ) -> bool:
     largest, epsilon = size
     held: dict[str, Any] = {norm.epsilon: epsilon, "normalized_shape": weight.shape}
@@ -169,7 +167,7 @@ def _is_norm(
     return _computes(cls, forward, held, right, x)
 
 
-_STAND_INS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (F.silu, lambda x: 0.5 - x.abs())
+_STAND_INS: tuple[Callable[[Tensor], Tensor], ...] = (F.silu, lambda x: 0.5 - x.abs())
 """Two activations, so that a block with one of its own is seen."""
 
 _GATED_SIZES = (1.0, 0.0, 1e-3, 30.0, 1e4)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fp8booster.comm.observer import observer
 from fp8booster.comm.transport import gather_bytes
@@ -43,14 +44,14 @@ class VocabularyPart:
 
     def cross_entropy(
         self,
-        logits: torch.Tensor,
-        targets: torch.Tensor,
+        logits: Tensor,
+        targets: Tensor,
         *,
         ignore_index: int,
-        factor: torch.Tensor | None = None,
+        factor: Tensor | None = None,
         scale: float = 1.0,
         cap: float | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Compute `kernels.cross_entropy.cross_entropy` of whole rows.
 
         Args:
@@ -76,8 +77,8 @@ class VocabularyPart:
         return self._spread(own, targets, targets != ignore_index, factor)
 
     def _spread(
-        self, logits: torch.Tensor, targets: torch.Tensor, kept: torch.Tensor, factor: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, logits: Tensor, targets: Tensor, kept: Tensor, factor: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         place = targets - self.first
         here = (place >= 0) & (place < self.columns)
         if self.columns:

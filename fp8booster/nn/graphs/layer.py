@@ -10,7 +10,7 @@ from operator import is_
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fp8booster.nn.graphs import recorder
 from fp8booster.nn.graphs.pair import CONSTANTS, GraphPair, Moved, Unsupported, flatten
@@ -113,7 +113,7 @@ class LayerGraphs:
         if any(looks() for looks in self._shared.looks_inside):
             self.why_not = "a recording samples this step"
             return False, forward(*args, **kwargs)
-        given: list[torch.Tensor] = []
+        given: list[Tensor] = []
         self.why_not = self._why_never(layer)
         kind = self._kind_of(args, kwargs, given) if self.why_not is None else None
         if kind is None:
@@ -188,7 +188,7 @@ class LayerGraphs:
                 return "CUDA graphs take a GPU"
         return None
 
-    def _kind_of(self, args: tuple, kwargs: dict[str, Any], given: list[torch.Tensor]) -> _Kind | None:
+    def _kind_of(self, args: tuple, kwargs: dict[str, Any], given: list[Tensor]) -> _Kind | None:
         """Return the kind of a call, if it has one, and append the call's tensors."""
         try:
             key = flatten((args, kwargs), given), _autocast(given), _saving()
@@ -210,7 +210,7 @@ class LayerGraphs:
         layer: nn.Module,
         args: tuple,
         kwargs: dict[str, Any],
-        given: list[torch.Tensor],
+        given: list[Tensor],
     ) -> GraphPair | None:
         """Return the graphs for a call, captured now if need be; None: `why_not` tells why there are none."""
         for module in self._modules:  # a replay calls none of them
@@ -276,7 +276,7 @@ def _warm_up(
     return made
 
 
-def _why_leave_alone(kind: _Kind, layer: nn.Module, given: list[torch.Tensor]) -> str | None:
+def _why_leave_alone(kind: _Kind, layer: nn.Module, given: list[Tensor]) -> str | None:
     tokens = max((each.numel() // each.shape[-1] for each in given if each.is_floating_point()), default=0)
     weights = sum(each.numel() for each in layer.parameters() if each.dim() > 1)
     return None if kind.host_seconds > 2 * tokens * weights / SLOW_GPU else "the GPU takes longer than the host"
@@ -301,7 +301,7 @@ def _saving() -> str | None:
     return _CHECKPOINTING if "_checkpoint_hook" in hooks[0].__qualname__ else "another"
 
 
-def _autocast(given: list[torch.Tensor]) -> Hashable:
+def _autocast(given: list[Tensor]) -> Hashable:
     device = given[0].device.type if given else "cpu"
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 

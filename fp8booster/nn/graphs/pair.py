@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fp8booster.nn.weights.pinned import Pinned, Record, Use, copies_are_held
@@ -21,15 +22,15 @@ class Unsupported(Exception):
     """A graph cannot be given a value; the message is its class."""
 
 
-def flatten(value: Any, tensors: list[torch.Tensor]) -> Hashable:
+def flatten(value: Any, tensors: list[Tensor]) -> Hashable:
     """Append the tensors in a value of tuples, lists and dicts, and tell the rest: equal for values of one kind.
 
     Raises:
         Unsupported: it holds something else than tensors and constants.
     """
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         tensors.append(value)
-        return torch.Tensor, value.shape, value.dtype, value.device, value.requires_grad and torch.is_grad_enabled()
+        return Tensor, value.shape, value.dtype, value.device, value.requires_grad and torch.is_grad_enabled()
     if isinstance(value, CONSTANTS):
         return type(value), value
     if type(value) in (tuple, list):
@@ -39,9 +40,9 @@ def flatten(value: Any, tensors: list[torch.Tensor]) -> Hashable:
     raise Unsupported(type(value).__name__)
 
 
-def rebuild(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
+def rebuild(value: Any, tensors: Iterator[Tensor]) -> Any:
     """Return a value as `flatten` took it apart, with other tensors in their places."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return next(tensors)
     if type(value) in (tuple, list):
         return type(value)(rebuild(each, tensors) for each in value)
@@ -110,7 +111,7 @@ class GraphPair:
         recompute: bool = False,
     ) -> None:
         self.lacks_graphs = False  # they were given up
-        given: list[torch.Tensor] = []
+        given: list[Tensor] = []
         flatten((args, kwargs), given)
         with torch.no_grad():
             self._inputs = [torch.empty_like(each).copy_(each) for each in given]
@@ -132,7 +133,7 @@ class GraphPair:
         device = given[0].device.type
         casts, to = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         static_args, static_kwargs = rebuild((args, kwargs), iter(self._inputs))
-        live: list[torch.Tensor] = []
+        live: list[Tensor] = []
 
         def run_layer() -> None:
             # what autocast keeps until its end would lie in memory of a graph
@@ -142,7 +143,7 @@ class GraphPair:
             flatten(made, live)
             self._made = rebuild(made, (each.detach() for each in live))
 
-        def run_forward() -> list[torch.Tensor]:
+        def run_forward() -> list[Tensor]:
             with torch.set_grad_enabled(not recompute):
                 run_layer()
             return [each.detach() for each in live]
@@ -150,7 +151,7 @@ class GraphPair:
         wanted = [*self._inputs, *(leaves[each] for each in self._trained)]
         self._gets_gradient = [each.requires_grad for each in wanted]
 
-        def run_backward() -> list[torch.Tensor | None]:
+        def run_backward() -> list[Tensor | None]:
             if recompute:
                 with torch.enable_grad():
                     run_layer()
@@ -197,7 +198,7 @@ class GraphPair:
             if not pinned.refresh():
                 raise Moved
 
-    def run(self, given: Sequence[torch.Tensor]) -> Any:
+    def run(self, given: Sequence[Tensor]) -> Any:
         """Return what the layer gives for a call of the kind.
 
         Args:
@@ -210,7 +211,7 @@ class GraphPair:
         outputs = _Replayed.apply(self, len(given), *given, *self._trained)
         return rebuild(self._made, iter(outputs))
 
-    def _replay_forward(self, given: Sequence[torch.Tensor], ticket: _Ticket) -> tuple[torch.Tensor, ...]:
+    def _replay_forward(self, given: Sequence[Tensor], ticket: _Ticket) -> tuple[Tensor, ...]:
         with torch.no_grad():
             torch._foreach_copy_(self._inputs, list(given))
         ticket.versions = self._versions()
@@ -218,7 +219,7 @@ class GraphPair:
         self._forward()
         return tuple(each.clone() for each in self._outputs)
 
-    def _replay_backward(self, ticket: _Ticket, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    def _replay_backward(self, ticket: _Ticket, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         if self.lacks_graphs:
             raise RuntimeError(
                 "the CUDA graphs of this forward were freed before its backward, because a process group was "
@@ -245,7 +246,7 @@ class GraphPair:
         found = iter(self._gradients)
         each_one = (next(found) if gets else None for gets in self._gets_gradient)
         # a view that no one else has: autograd takes it for `.grad` as it is
-        own = torch.clone if self._passing else torch.Tensor.detach
+        own = torch.clone if self._passing else Tensor.detach
         return [None if each is None else own(each) for each in each_one]
 
     def _keep_gradients(self) -> None:
@@ -286,7 +287,7 @@ class _Replayed(torch.autograd.Function):
     """A layer by its two graphs."""
 
     @staticmethod
-    def forward(ctx: Any, pair: GraphPair, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, pair: GraphPair, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.pair, ctx.ticket = pair, _Ticket()
         ctx.leaves = [each.is_leaf for each in tensors[:count]]
         ctx.set_materialize_grads(False)
@@ -298,7 +299,7 @@ class _Replayed(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple:
         found = ctx.pair._replay_backward(ctx.ticket, gradients)
         for place, is_leaf in enumerate(ctx.leaves):  # what a user keeps must outlive the next replay
             if is_leaf and found[place] is not None:

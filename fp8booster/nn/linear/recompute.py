@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from fp8booster.kernels.cast import partial_amaxes
 from fp8booster.nn.linear.delivered_amax import deliver_amax
@@ -19,14 +20,14 @@ _ATTRIBUTE = "_fp8booster_recipe"
 class Recipe(NamedTuple):
     """Computes a tensor again, or one within rounding of it."""
 
-    matrix: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+    matrix: Callable[..., tuple[Tensor, Tensor | None]]
     """Takes `saved` and returns the tensor as a matrix, [M, K], and its amax: float32, whose largest entry counts; None
     where its cast must find it."""
 
-    saved: tuple[torch.Tensor, ...] = ()
+    saved: tuple[Tensor, ...] = ()
     """Tensors that another node of the graph saves, and small ones."""
 
-    transpose: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
+    transpose: Callable[..., tuple[Tensor, Tensor]] | None = None
     """Takes `saved`, and `dtype` and `power_of_two` as `kernels.cast.cast` does, and returns in one pass the FP8
     transpose under the amax of forward, and its inverse scale. None: that takes two passes."""
 
@@ -35,14 +36,14 @@ class Recipe(NamedTuple):
         return self._replace(saved=())
 
 
-def deliver_recipe(tensor: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+def deliver_recipe(tensor: Tensor, recipe: Recipe) -> Tensor:
     """Attach a recipe to a tensor just made, which one product will read."""
     if not torch.compiler.is_compiling():
         setattr(tensor, _ATTRIBUTE, (tensor._version, tensor.data_ptr(), recipe))
     return tensor
 
 
-def delivered_recipe(tensor: torch.Tensor) -> Recipe | None:
+def delivered_recipe(tensor: Tensor) -> Recipe | None:
     """Return the recipe that came with a tensor, if one did and the tensor has not changed since."""
     if torch.compiler.is_compiling():
         return None
@@ -52,7 +53,7 @@ def delivered_recipe(tensor: torch.Tensor) -> Recipe | None:
     return found[2]
 
 
-def deliver_as_saved(tensor: torch.Tensor, *, one_scale: bool) -> None:
+def deliver_as_saved(tensor: Tensor, *, one_scale: bool) -> None:
     """Attach the recipe of a tensor, [..., K], that another node of the graph saves itself.
 
     Args:
@@ -68,5 +69,5 @@ def deliver_as_saved(tensor: torch.Tensor, *, one_scale: bool) -> None:
     deliver_recipe(tensor, Recipe(_as_matrix, tuple(saved)))
 
 
-def _as_matrix(tensor: torch.Tensor, amax: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _as_matrix(tensor: Tensor, amax: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     return tensor.flatten(0, -2), amax

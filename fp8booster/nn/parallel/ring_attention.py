@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fp8booster import comm
 from fp8booster.comm.encoding import DEFAULT
@@ -33,16 +34,16 @@ KEYS_AND_VALUES = "ring attention keys and values"
 
 
 def ring_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     group: dist.ProcessGroup,
     *,
     lengths: Sequence[int] | None = None,
     boundaries: Sequence[int] | None = None,
     scale: float | None = None,
     communication: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Attend causally from this rank's queries to the whole sequence.
 
     Args:
@@ -105,7 +106,7 @@ class _Ring:
         """Return the global number of the rank so many places on."""
         return dist.get_global_rank(self.group, (self.rank + distance) % self.ranks)
 
-    def rotate(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    def rotate(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield each rank, from this one backwards, and its keys and values [2, B, H, S, D], the next on their way."""
         pair = torch.stack((k, v))
         reason = uncompressed_reason(pair, pair.nbytes, self.group, self.min_bytes)
@@ -187,14 +188,8 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        ring: _Ring,
-        lengths: tuple[int, ...] | None,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: _Ring, lengths: tuple[int, ...] | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
         output = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
         for source, pair in ring.rotate(k, v):
@@ -215,12 +210,12 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple:
+    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple:
         q, k, v, output, lse = ctx.saved_tensors
         ring, lengths = ctx.ring, ctx.lengths
         dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         own = torch.zeros((2, *k.shape), dtype=torch.float32, device=k.device)
-        sent: list[tuple[list, torch.Tensor, int]] = []
+        sent: list[tuple[list, Tensor, int]] = []
         for step, (source, pair) in enumerate(ring.rotate(k, v)):
             # of an earlier rank's keys only those of its first chunk are read here, but where they are padded
             half = source < ring.rank and lengths is None
@@ -245,8 +240,8 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _deliver(
-    gradients: torch.Tensor, distance: int, ring: _Ring, own: torch.Tensor, *, half_possible: bool
-) -> tuple[list, torch.Tensor, int]:
+    gradients: Tensor, distance: int, ring: _Ring, own: Tensor, *, half_possible: bool
+) -> tuple[list, Tensor, int]:
     """Send gradients of keys and values to the rank so many places back; receive those of one's own from ahead."""
     tokens = own.shape[3]
     if half_possible and (ring.rank + distance) % ring.ranks > ring.rank:
@@ -261,9 +256,7 @@ def _deliver(
     return works, arriving, tokens
 
 
-def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Attend, [B, H, S, D]; return the log-sum-exp of the scores too, FP32 [B, H, S]. k and v are [B, Hkv, S', D]."""
     k, v = _repeated(k, q), _repeated(v, q)
     if q.is_cuda:
@@ -276,15 +269,8 @@ def attend(
 
 
 def attend_backward(
-    gradient: torch.Tensor,
-    q: torch.Tensor,
-    output: torch.Tensor,
-    lse: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    causal: bool,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    gradient: Tensor, q: Tensor, output: Tensor, lse: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return gradients of q, k and v from output and log-sum-exp of the attention to all keys, of which k are some."""
     lse, shape = lse.contiguous(), k.shape
     k, v = _repeated(k, q), _repeated(v, q)
@@ -300,12 +286,12 @@ def attend_backward(
     return dq, _added_up(dk, shape), _added_up(dv, shape)
 
 
-def _repeated(heads: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+def _repeated(heads: Tensor, q: Tensor) -> Tensor:
     """Return each head of keys or values as often as queries share it."""
     groups = q.shape[1] // heads.shape[1]
     return heads if groups == 1 else heads.repeat_interleave(groups, 1)
 
 
-def _added_up(gradient: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+def _added_up(gradient: Tensor, shape: torch.Size) -> Tensor:
     """Return the gradient of heads, of the given shape, from that of `_repeated` ones."""
     return gradient if gradient.shape == shape else gradient.unflatten(1, (shape[1], -1)).sum(2)

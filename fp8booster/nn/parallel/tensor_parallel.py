@@ -26,6 +26,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fp8booster import comm
 from fp8booster.comm.observer import observer
@@ -71,7 +72,7 @@ class _Parallel(Exchange):
 class ColumnParallel(_Parallel):
     """The weight's output features are spread; each rank has the whole input."""
 
-    def input_gradient(self, gradient: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def input_gradient(self, gradient: Tensor) -> Callable[[], Tensor]:
         """Begin to sum over ranks, while wgrad runs."""
         work = comm.all_reduce(gradient, group=self.group, async_op=True, min_bytes=self.min_bytes)
         return partial(_waited_for, gradient, work)
@@ -80,7 +81,7 @@ class ColumnParallel(_Parallel):
 class RowParallel(_Parallel):
     """The weight's input features are spread, and so are the input's. A bias is added after it, by the caller."""
 
-    def output(self, output: torch.Tensor) -> torch.Tensor:
+    def output(self, output: Tensor) -> Tensor:
         """Sum over ranks."""
         output = unaliased(output)
         comm.all_reduce(output, group=self.group, min_bytes=self.min_bytes)
@@ -107,7 +108,7 @@ class _SequenceParallel(_Parallel):
             )
         return sequence
 
-    def _gather(self, role: str, part: torch.Tensor, casts: Casts, *, plain: bool, transposed: bool) -> QuantizedMatrix:
+    def _gather(self, role: str, part: Tensor, casts: Casts, *, plain: bool, transposed: bool) -> QuantizedMatrix:
         """Gather a tensor of which each rank has a part of the sequence, in FP8, as a matrix of its last dimension."""
         matrix = part.detach().reshape(-1, part.shape[-1])
         if casts.scaling.granularity != "tensorwise" or not self.communication:
@@ -129,14 +130,14 @@ class _SequenceParallel(_Parallel):
         data, transpose = (layout.view(data.dtype) for layout in layouts)
         return QuantizedMatrix(data, transpose, inverse_scale, None)
 
-    def _gather_values(self, part: torch.Tensor) -> torch.Tensor:
+    def _gather_values(self, part: Tensor) -> Tensor:
         part = part.detach().contiguous()
         gathered = part.new_empty((self.ranks, *part.shape))
         comm.all_gather_into_tensor(gathered.view(-1), part.view(-1), self.group, min_bytes=self.min_bytes)
         sequence = self._sequence(part.dim())
         return gathered.movedim(0, sequence).flatten(sequence, sequence + 1)
 
-    def _reduce_scatter(self, whole: torch.Tensor, *, asynchronous: bool) -> Callable[[], torch.Tensor]:
+    def _reduce_scatter(self, whole: Tensor, *, asynchronous: bool) -> Callable[[], Tensor]:
         """Give each rank its part of the sequence of the sum over ranks, or begin to; return what waits for it."""
         sequence = self._sequence(whole.dim())
         length = whole.shape[sequence]
@@ -153,7 +154,7 @@ class _SequenceParallel(_Parallel):
         return partial(_waited_for, own, work)
 
 
-def _waited_for(made: torch.Tensor, work: dist.Work | None) -> torch.Tensor:
+def _waited_for(made: Tensor, work: dist.Work | None) -> Tensor:
     if work is not None:
         work.wait()
     return made
@@ -172,11 +173,11 @@ class SequenceColumn(_SequenceParallel):
         sequence = self._sequence(len(input_shape))
         return (*input_shape[:sequence], input_shape[sequence] * self.ranks, *input_shape[sequence + 1 :])
 
-    def input(self, input: torch.Tensor, casts: Casts, *, transposed: bool) -> QuantizedMatrix:
+    def input(self, input: Tensor, casts: Casts, *, transposed: bool) -> QuantizedMatrix:
         """Cast this rank's part of the sequence and gather those of all ranks."""
         return self._gather(INPUT, input, casts, plain=True, transposed=transposed)
 
-    def input_gradient(self, gradient: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def input_gradient(self, gradient: Tensor) -> Callable[[], Tensor]:
         """Begin to sum over ranks this rank's part, while wgrad runs."""
         return self._reduce_scatter(gradient, asynchronous=True)
 
@@ -187,12 +188,10 @@ class SequenceRow(_SequenceParallel):
     A bias is added after it, by the caller.
     """
 
-    def output(self, output: torch.Tensor) -> torch.Tensor:
+    def output(self, output: Tensor) -> Tensor:
         """Return this rank's part of the sum over ranks."""
         return self._reduce_scatter(unaliased(output), asynchronous=False)()
 
-    def output_gradient(
-        self, gradient: torch.Tensor, casts: Casts, *, plain: bool, transposed: bool
-    ) -> QuantizedMatrix:
+    def output_gradient(self, gradient: Tensor, casts: Casts, *, plain: bool, transposed: bool) -> QuantizedMatrix:
         """Cast the gradient of this rank's part of the sequence and gather those of all ranks."""
         return self._gather(OUTPUT_GRADIENT, gradient, casts, plain=plain, transposed=transposed)
