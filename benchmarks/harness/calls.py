@@ -53,12 +53,21 @@ def idle_gpu() -> Iterator[None]:
     import triton
 
     from fp8booster.kernels import launch
+    from fp8booster.nn.fused import trials
 
+    @contextmanager
+    def computing() -> Iterator[None]:
+        # what a trial computes decides what is fused
+        with patch.object(torch.Tensor, "is_cuda", False), patch.object(torch.Tensor, "is_cpu", True), in_no_mode():
+            yield
+
+    in_no_mode = trials._disable_current_modes
     places = {
         (triton.JITFunction, "__getitem__"): lambda kernel, grid: lambda *arguments, **options: _Compiled(),
         (launch, "_variants"): {},
         (launch, "_CALLS_COMPILED"): True,
         (torch, "_scaled_mm"): _scaled_mm,
+        (trials, "_disable_current_modes"): computing,
         (product, "_decodable"): lambda a, b, inverse_scale_a, inverse_scale_b: (inverse_scale_a, inverse_scale_b),
         (torch.Tensor, "is_cuda"): True,
         (torch.Tensor, "is_cpu"): False,

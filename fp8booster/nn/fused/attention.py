@@ -205,7 +205,8 @@ class _WithSinks(torch.autograd.Function):
 
 def _one_by_one(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, how: _Scores) -> Tensor:
     """Attend by `attend`, which defines what the kernel computes, bit for bit as each sequence by itself."""
-    attended, options = [], {"dropout": how.dropout, "scale": how.scale}
+    options: dict[str, Any] = {"dropout": how.dropout, "scale": how.scale}
+    attended = []
     for begin, end in pairwise(how.sequences.on_host):
         if begin == end:
             continue

@@ -61,15 +61,11 @@ MODELS = {
 class Part:
     """A part of a decoder layer with linear layers of one input."""
 
-    name: str
-    """In messages."""
-
+    name: str  # in messages
     merged: tuple[str, ...]
     """Its linear layers of one input, which are multiplied as one, in their order; or one layer that is their like."""
 
-    output: str
-    """The linear layer that reads what is made of theirs."""
-
+    output: str  # the linear layer that reads what is made of theirs
     of_latents: tuple[str, ...] = ()
     """Linear layers between, which make heads of the latents that the first ones make, as far as it has them."""
 

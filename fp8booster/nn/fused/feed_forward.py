@@ -17,8 +17,7 @@ from fp8booster.nn.modules import run_with
 class FusedMLP(FusedPart):
     """Mixin of a feed-forward block as transformers wrote it, with a kernel for its activation."""
 
-    activation: str
-    """Its name in the block."""
+    activation: str  # its name in the block
 
     @property
     def kind(self) -> str | None:

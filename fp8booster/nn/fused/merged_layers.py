@@ -126,8 +126,7 @@ class MergedLayers(Merged):
     fp8_weight: WeightSource
     """Of all the weights, stacked by rows; each layer keeps one of its own, for when they run one by one."""
 
-    fp8_casts: Casts
-    """Casts the operands of the one product."""
+    fp8_casts: Casts  # casts the operands of the one product
 
     def __init__(self, layers: Sequence[FP8Linear]) -> None:
         super().__init__(layers)

@@ -21,8 +21,7 @@ class Fused(nn.Module):
 
     name_prefix = "Fused"
 
-    tried: ClassVar[tuple[type[nn.Module], Callable]]
-    """The class that the module was, and its forward then."""
+    tried: ClassVar[tuple[type[nn.Module], Callable]]  # the class that the module was, and its forward then
 
     @classmethod
     def members_before(cls, original: type[nn.Module]) -> dict[str, Any]:

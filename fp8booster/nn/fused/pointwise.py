@@ -32,9 +32,7 @@ observers: list[Observer] = []
 class Saving(NamedTuple):
     """Tensors that a fused norm or activation keeps for backward."""
 
-    in_8_bits: bool = False
-    """What it read is saved as 8-bit codes."""
-
+    in_8_bits: bool = False  # what it read is saved as 8-bit codes
     recompute: bool = False
     """Backward computes the output again for the product that reads it, which then saves nothing of its input."""
 
@@ -313,7 +311,7 @@ class _Activation(torch.autograd.Function):
         return deliver_amax(dx.view(*dy.shape[:-1], dx.shape[1]), amax), None, None, None
 
 
-def _parts(saved: Sequence[Tensor], gated: bool) -> Sequence[Tensor | GroupCodes]:
+def _parts(saved: Sequence[Tensor], gated: bool) -> Sequence[Any]:
     """Return gate and up, or what is activated alone, as matrices, of the tensor with both or of the codes of each."""
     if len(saved) == 1:
         rows = saved[0].reshape(-1, saved[0].shape[-1])

@@ -68,11 +68,8 @@ class FusedAttention(MergedAttention):
 
     form: Form = Form()
 
-    unfused_calls: dict[str, None]
-    """Why some calls in training ran as transformers wrote them."""
-
-    native_arguments: ClassVar[tuple[str, ...]]
-    """Names of what the class's own forward takes after the hidden states."""
+    unfused_calls: dict[str, None]  # why some calls in training ran as transformers wrote them
+    native_arguments: ClassVar[tuple[str, ...]]  # names of what the class's own forward takes after the hidden states
 
     @classmethod
     def members_before(cls, original: type[nn.Module]) -> dict[str, Any]:

@@ -24,9 +24,7 @@ class Recipe(NamedTuple):
     """Takes `saved` and returns the tensor as a matrix, [M, K], and its amax: float32, whose largest entry counts; None
     where its cast must find it."""
 
-    saved: tuple[Tensor, ...] = ()
-    """Tensors that another node of the graph saves, and small ones."""
-
+    saved: tuple[Tensor, ...] = ()  # tensors that another node of the graph saves, and small ones
     transpose: Callable[..., tuple[Tensor, Tensor]] | None = None
     """Takes `saved`, and `dtype` and `power_of_two` as `kernels.cast.cast` does, and returns in one pass the FP8
     transpose under the amax of forward, and its inverse scale. None: that takes two passes."""
