@@ -103,8 +103,8 @@ def test_nan_wins_over_infinity(device) -> None:
     assert amax_of(torch.tensor([math.inf, math.nan, -math.inf], device=device)).isnan()
 
 
-@pytest.mark.parametrize("power_of_two", [False, True])
-@pytest.mark.parametrize("dtype", formats.FORMATS)
+# two compilations, for each takes seconds: a format is a constant of the division, before powers of two are found
+@pytest.mark.parametrize(("dtype", "power_of_two"), [(formats.E4M3, True), (formats.E5M2, False)])
 def test_compiled_scales_have_the_bits_of_eager_ones(dtype, power_of_two, device) -> None:
     special = torch.tensor([0.0, math.inf, math.nan], device=device)
     amax = torch.cat([spread_amaxes(device), torch.rand(4096, device=device) * 1e-3, special])
