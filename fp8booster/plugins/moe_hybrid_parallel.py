@@ -5,8 +5,8 @@ from __future__ import annotations
 from colossalai.booster import plugin
 from colossalai.booster.plugin.hybrid_parallel_plugin import HybridParallelModule
 
-from fp8booster.colossal.moe import take_over_blocks
-from fp8booster.colossal.moe.optimizer import FP8MoeHybridParallelZeroOptimizer
+from fp8booster.colossal.hybrid.optimizer import FP8MoeHybridParallelZeroOptimizer
+from fp8booster.colossal.moe import convert_blocks
 from fp8booster.plugins.hybrid_parallel import HybridParallelPlugin
 
 
@@ -28,4 +28,4 @@ class MoeHybridParallelPlugin(HybridParallelPlugin, plugin.MoeHybridParallelPlug
     def convert_sharded(self, model: HybridParallelModule) -> None:
         """Turn the linear layers of a sharded model into FP8 layers, and its blocks into those that send FP8."""
         super().convert_sharded(model)
-        take_over_blocks(model.unwrap(unwrap_peft=False), communication=self.sends_fp8)
+        convert_blocks(model.unwrap(unwrap_peft=False), communication=self.sends_fp8)

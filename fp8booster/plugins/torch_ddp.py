@@ -30,8 +30,8 @@ class TorchDDPPlugin(FP8Plugin, plugin.TorchDDPPlugin):
 
     def find_engine(self, arguments: Mapping[str, Any]) -> Engine:
         return Engine(
-            high_precision_weights="DDP sends no weights, and trains those of the model; use LowLevelZeroPlugin, or leave "
-            "it out",
+            high_precision_weights="DDP sends no weights, and trains those of the model; use LowLevelZeroPlugin, or "
+            "leave it out",
             automatic_scaling="DDP's gradients are scaled by block",
             sparse_gradients=not self.sends_fp8,  # FP8's hook has none, and PyTorch's reduction does
         )

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from operator import attrgetter
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from colossalai.accelerator import get_accelerator
-from colossalai.booster.plugin.hybrid_parallel_plugin import HybridParallelAMPOptimizer, HybridParallelZeroOptimizer
 from colossalai.shardformer.layer.utils import SeqParallelUtils, is_share_sp_tp
 from colossalai.tensor.d_tensor.api import is_customized_distributed_tensor, is_distributed_tensor
 from torch import nn
@@ -54,10 +54,10 @@ class SharedSquares:
     """Sums of squares over tensor and pipeline parallel ranks, in which what ranks hold in common counts once.
 
     Args:
-        optimizer: whose groups and shared parameters are read.
+        optimizer: Colossal-AI's for hybrid parallelism, whose groups and shared parameters are read.
     """
 
-    def __init__(self, optimizer: HybridParallelAMPOptimizer | HybridParallelZeroOptimizer) -> None:
+    def __init__(self, optimizer: Any) -> None:
         self._replicas = _ranks(optimizer.tp_pg)
         self._groups = [group for group in (optimizer.tp_pg, optimizer.pp_pg) if _ranks(group) > 1]
         shared = optimizer.shared_params if _ranks(optimizer.pp_pg) > 1 else []

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from colossalai.booster.plugin.hybrid_parallel_plugin import HybridParallelAMPOptimizer, HybridParallelZeroOptimizer
+from colossalai.booster.plugin.moe_hybrid_parallel_plugin import MoeHybridParallelZeroOptimizer
+from colossalai.tensor.moe_tensor.api import is_moe_tensor
 from colossalai.zero.low_level.bookkeeping import BucketStore
 from torch import nn
 
@@ -152,3 +154,24 @@ class FP8HybridParallelZeroOptimizer(_SpreadsSums, FP8ZeroOptimizer, HybridParal
         if id(parameter) not in self.pid_to_grad_store:
             return None
         return self.get_working_grad_by_param_id(id(parameter))
+
+
+class FP8MoeHybridParallelZeroOptimizer(FP8HybridParallelZeroOptimizer, MoeHybridParallelZeroOptimizer):
+    """The optimizer of ZeRO stage 1 with experts that are spread over ranks.
+
+    Gradients of experts are reduced over the ranks that hold the same experts, others over all data parallel ranks.
+    """
+
+    def _sync_grad(self) -> None:
+        """Reduce what hooks left, and zeros for experts without a gradient (zero/low_level/low_level_optim.py:723)."""
+        for group_id, parameters in self._working_param_groups.items():
+            for parameter in parameters:
+                if not parameter.requires_grad:
+                    continue
+                # Colossal-AI takes an expert whose gradient the hooks have reduced for one without
+                is_reduced = self.pid_to_grad_store[id(parameter)].holds(group_id, id(parameter))
+                if parameter.grad is None and is_moe_tensor(parameter) and not is_reduced:
+                    parameter.grad = torch.zeros_like(parameter)
+                if parameter.grad is not None:
+                    self._add_to_bucket(parameter, group_id)
+        self._run_reduction()

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from fp8booster.colossal.moe.blocks import take_over_blocks
+from fp8booster.colossal.moe.blocks import convert_blocks
 
-__all__ = ["take_over_blocks"]
+__all__ = ["convert_blocks"]

@@ -171,7 +171,7 @@ BLOCKS: dict[type[nn.Module], type[Any]] = {
 }
 
 
-def take_over_blocks(model: nn.Module, *, communication: bool) -> int:
+def convert_blocks(model: nn.Module, *, communication: bool) -> int:
     """Turn a model's expert-parallel blocks into those of this file, in place.
 
     Args:

@@ -42,7 +42,7 @@ def spread_block(kind: str, *, communication: bool, expert_parallel: bool = True
     from colossalai.shardformer.modeling.deepseek_v3 import EpDeepseekV3MoE
     from colossalai.shardformer.modeling.mixtral import EPMixtralSparseMoeBlock
 
-    from fp8booster.colossal.moe import take_over_blocks
+    from fp8booster.colossal.moe import convert_blocks
 
     native: Any = {"Mixtral": EPMixtralSparseMoeBlock, "DeepSeek": EPDeepseekMoE, "DeepSeek-V3": EpDeepseekV3MoE}[kind]
     groups = {"ep_group": dist.group.WORLD, "moe_dp_group": alone()}
@@ -51,7 +51,7 @@ def spread_block(kind: str, *, communication: bool, expert_parallel: bool = True
     if kind != "DeepSeek-V3":
         groups["tp_group"] = alone()
     block = native.from_native_module(whole_block(kind), **groups)
-    assert take_over_blocks(block, communication=communication) == 1
+    assert convert_blocks(block, communication=communication) == 1
     return block
 
 
@@ -205,13 +205,13 @@ def test_a_block_without_shared_experts_adds_none() -> None:
 @ranks(2)
 @pytest.mark.parametrize("fused", [True, False])
 def test_experts_are_grouped_where_they_are_in_fp8_and_to_be_fused(fused: bool) -> None:
-    from fp8booster.colossal.moe import take_over_blocks
+    from fp8booster.colossal.moe import convert_blocks
 
     block = spread_block("Mixtral", communication=False).bfloat16()
-    take_over_blocks(block, communication=False)
+    convert_blocks(block, communication=False)
     assert block.fp8_grouped_experts is None
     convert_to_fp8(block, FP8Config(emulate=True, fused=fused))
-    take_over_blocks(block, communication=False)
+    convert_blocks(block, communication=False)
     assert (block.fp8_grouped_experts is not None) == fused
 
 
