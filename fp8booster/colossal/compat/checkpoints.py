@@ -221,12 +221,11 @@ def pipeline_stages_load_a_weight_that_they_share(
     upstream: Callable, self: Any, model: nn.Module, *args: Any, **kwargs: Any
 ) -> None:
     """Without it the last stage keeps the head that it had, without a word."""
-    stage = model.stage_manager.stage
-    by_stages = [by_stage for by_stage in model.shared_params if by_stage]
+    by_stages = [by_stage for by_stage in model.shared_params if by_stage]  # none without a pipeline
     shared = [
-        (by_stage[stage], group)
+        (by_stage[model.stage_manager.stage], group)
         for by_stage, group in zip(by_stages, model.shared_param_process_groups, strict=True)
-        if len(by_stage) > 1 and stage in by_stage
+        if len(by_stage) > 1 and model.stage_manager.stage in by_stage
     ]
     with _found({parameter for parameter, _ in shared}, model.unwrap()) as found:
         upstream(self, model, *args, **kwargs)
