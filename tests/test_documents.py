@@ -82,6 +82,13 @@ def test_architecture_names_files_and_functions_that_exist() -> None:
     assert not missing
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_of_code_that_are_named_exist(document: Path) -> None:
+    named = re.findall(r"`([\w.]+/[\w./]+\.(?:py|sh))\b", document.read_text(encoding="utf-8"))
+    folders = (ROOT, ROOT / "fp8booster", ROOT / "fp8booster" / "colossal", document.parent)
+    assert not [file for file in named if not any((folder / file).exists() for folder in folders)]
+
+
 def test_configuration_lists_every_field() -> None:
     text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^\| `(\w+)` \| .* \| .* \| .*\|$", text, re.MULTILINE)) >= {
