@@ -60,7 +60,9 @@ def continuation(
             f"{_LEAST_TEMPERATURE:g} on."
         )
     if seed is not None and temperature == 0:
-        raise ValueError(f"--seed {seed} is of sampling, and --temperature is 0; give one above, or leave --seed out.")
+        raise ValueError(
+            f"--seed {seed} needs sampling, and --temperature is 0; give a higher one, or leave --seed out."
+        )
     if seed is not None and not 0 <= seed < _SEEDS:
         raise ValueError(f"--seed is {seed}; give a whole number from 0 to {_SEEDS - 1}.")
     if fp8_options and precision != "fp8":

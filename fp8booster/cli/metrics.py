@@ -129,8 +129,8 @@ def read_figures(folder: Path, precision: str) -> tuple[RunFigures, list[StepMet
     metrics = read_metrics(folder / precision / "metrics.jsonl")
     if not metrics:
         raise ValueError(
-            f"{folder / precision / 'metrics.jsonl'} has no step: with --on-nonfinite skip, all may have been left "
-            "out. Look at the data, and train anew with a lower --lr and another --out."
+            f"{folder / precision / 'metrics.jsonl'} has no step: with --on-nonfinite skip, all may have been "
+            "skipped. Look at the data, and train again with a lower --lr and another --out."
         )
     fields: dict[str, Kind] = {"layers": list, "traffic": list}
     fields |= dict.fromkeys(("world_size", "peak_memory", "parameters"), int)

@@ -134,7 +134,7 @@ def block_of(settings: Any, file: str) -> tuple[int, int] | None:
             raise ValueError(f"{file} has weights that are not in FP8 ({each}); {_READ}: give such a model.")
     blocks = {_block(each.get("block_structure"), file) for each in weights}
     if len(blocks) != 1:
-        raise ValueError(f"{file} has {len(blocks)} sizes of blocks; give a model whose weights have blocks of one.")
+        raise ValueError(f"{file} has {len(blocks)} sizes of blocks; give a model with one.")
     return blocks.pop()
 
 

@@ -175,7 +175,7 @@ def layout_of(model: nn.Module, *, in_fp8: bool = True) -> Layout:
     layers = list(_exported(model)) if in_fp8 else []
     stacks = [part for name in _experts(model) for part in _stacked(model, name, names)] if in_fp8 else []
     if in_fp8 and not (layers or stacks):
-        raise ValueError("no nn.Linear of the model is in FP8; export a model with layers that FP8Config.layers names")
+        raise ValueError("no nn.Linear of the model is in FP8; give an FP8Config whose layers choose some")
     weights = {id(layer): names.of[f"{paths[id(layer)]}.weight"][0] for layer in layers}
     groups: dict[str, tuple[str, ...]] = {name: (name,) for name in weights.values()}
     for merged in merged_layers(model):

@@ -143,7 +143,7 @@ def load_frozen(
             if any(part in shards for part in names.of.get(name, ())):
                 raise ValueError(
                     f"{folder} holds the experts of {name} one by one, and this version of transformers as one "
-                    "parameter, which has no frozen form; load it without frozen, or with transformers 4.51."
+                    "parameter, which cannot be frozen; load it without frozen, or with transformers 4.51."
                 )
             raise ValueError(f"{folder} lacks {name}; copy the model again.")
         tensor = shards.tensor(there)
@@ -166,7 +166,7 @@ def _freeze_as_stored(model: nn.Module, stored: StoredModel, fp8_config: FP8Conf
         if scale is None:
             continue
         if type(module) is not nn.Linear:
-            raise ValueError(f"{name} is a {type(module).__name__}, which has no frozen form; load without frozen.")
+            raise ValueError(f"{name} is a {type(module).__name__}, which cannot be frozen; load it without frozen.")
         shape, scales = stored.shards.shape(f"{name}.weight"), stored.shards.shape(scale)
         granularity = granularity_of(shape, scales, stored.block)
         if granularity is None:

@@ -309,7 +309,7 @@ class Merged(Folder):
         for name in self._adapters:
             if owners[self.layout.first_name.get(name, "")] != 1:  # no layer's, or that of several, as a tied one
                 raise ValueError(
-                    f"{name} in {model} is no weight of one layer alone; merge its adapters with merge_and_unload."
+                    f"{name} in {model} is not one layer's weight; merge its adapters with peft's merge_and_unload."
                 )
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -343,7 +343,7 @@ def _adapters_of(folder: Path, model: nn.Module) -> nn.Module:
     try:
         from peft import PeftConfig, get_peft_model, set_peft_model_state_dict
     except ImportError:
-        raise ValueError("adapters are merged by peft; pip install peft") from None
+        raise ValueError("merging adapters needs peft; pip install peft") from None
     file = folder / ADAPTER_FILE
     if not file.is_file():
         raise ValueError(f"{folder} holds no {ADAPTER_FILE}; save the adapters there as safetensors.")
@@ -389,7 +389,7 @@ def _require_granularity(name: str, there: str | None, chosen: CheckpointFormat)
     if there != chosen.granularity:
         raise ValueError(
             f"{name} is kept in FP8 alone, with {there or 'other'} scales, and the format has {chosen.granularity} "
-            "ones; use the format that it is in, or bf16, since to cast it again would round it twice."
+            "ones; use the format that it is in, or bf16: another cast would round it twice."
         )
 
 
@@ -417,4 +417,6 @@ def require_finite(name: str, tensor: torch.Tensor) -> None:
 def require_floating(name: str, tensor: torch.Tensor) -> None:
     """Raise ValueError for a tensor that is no weight in 16 bits or more."""
     if not tensor.is_floating_point() or tensor.element_size() == 1:
-        raise ValueError(f"{name} is {tensor.dtype}, which no weight in 16 bits is; give the model as it was trained")
+        raise ValueError(
+            f"{name} is {tensor.dtype}, and weights have 16 bits or more; give the model as it was trained"
+        )

@@ -42,7 +42,7 @@ def is_in_fp8(folder: Path) -> bool:
     record = read_record(file, {}, _GIVE_MODEL)
     if record.get("transformers_weights") is not None:
         raise ValueError(
-            f"{file} names its weights itself (transformers_weights); call them model.safetensors and leave that out."
+            f"{file} names its file of weights (transformers_weights); call it model.safetensors, and remove the field."
         )
     settings = record.get("quantization_config")
     if settings is not None:

@@ -176,7 +176,7 @@ def test_what_cannot_be_done_is_refused_in_a_sentence(folder):
         ((folder, "--precision", "int4"), "--precision is 'int4'; use one of bf16, fp8"),
         (("gone", "--temperature", "1e-30"), "--temperature is 1e-30; give 0, for the likeliest token always, or"),
         (("gone", "--temperature", "inf"), "--temperature is inf; give 0"),
-        (("gone", "--seed", "5"), "--seed 5 is of sampling, and --temperature is 0; give one above, or leave"),
+        (("gone", "--seed", "5"), "--seed 5 needs sampling, and --temperature is 0; give a higher one, or leave"),
         (("gone", "--precision", "bf16", "--fp8-option", "always=true"), "--fp8-option is about FP8, and --precision"),
         ((folder, *TWICE), "--fp8-option scaling is given twice; give it once"),
         (

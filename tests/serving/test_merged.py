@@ -249,7 +249,7 @@ def test_adapters_that_cannot_be_merged_are_told(base, tmp_path) -> None:
     refused("is of another model .*; name that as base", target_modules=["qkv"])
     refused("_proj.weight are not finite", {**weights, first: torch.full_like(weights[first], torch.nan)})
     of_head = {f"base_model.model.lm_head.lora_{part}.weight": torch.ones(sides) for part, sides in HEAD.items()}
-    refused("lm_head.weight in .* is no weight of one layer alone", of_head, **tied(tmp_path))
+    refused("lm_head.weight in .* is not one layer's weight", of_head, **tied(tmp_path))
     with pytest.raises(ValueError, match="leave masters out"):
         export(folder, tmp_path / "out", masters=tmp_path)
     (folder / ADAPTER_FILE).unlink()

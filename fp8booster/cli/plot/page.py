@@ -32,7 +32,6 @@ _SCALES_NOTE = (
     "Perez et al. (arXiv 2309.17224)."
 )
 
-
 Chart = dict[str, Any]
 """For the page's script: "kind", "lines" or "map"; "set", "rows" and "quantity" of the data; "title", and "text" in its
 place; "axis", "label" and "unit". Of lines "limits", left, top, right and bottom, and "legend" or the number of
@@ -117,7 +116,8 @@ def _loss_section(data: list[dict[str, Any]], curves: Mapping[str, Losses]) -> l
     base, first = next(iter(curves.items()))
     kept: dict[str, list[list[float | None]]] = {"loss": [], "change": []}
     for losses in curves.values():
-        changes = {step: 100 * (losses[step] / first[step] - 1) for step in steps if step in losses and step in first}
+        shared = [step for step in steps if step in losses and first.get(step)]  # a loss of 0 has no multiple
+        changes = {step: 100 * (losses[step] / first[step] - 1) for step in shared}
         kept["loss"].append([_rounded(losses.get(step), 5) for step in steps])
         kept["change"].append([_rounded(changes.get(step), 4) for step in steps])
     last = ", ".join(f"{name} {losses[max(losses)]:.4f}" for name, losses in curves.items())
