@@ -19,7 +19,7 @@ from benchmarks.gradients.curves import SETTINGS, learn
 from benchmarks.gradients.errors import measure, name_of, schemes
 from benchmarks.harness import command, environment
 from benchmarks.harness.results import Column, Record, Result, Table
-from fp8booster.cli.train.tokens import prepare_tokens
+from fp8booster.cli.train.data import prepare_tokens
 from fp8booster.comm import Encoding
 
 

@@ -20,7 +20,7 @@ from benchmarks.gradients.errors import decibels
 from benchmarks.harness import command, environment
 from benchmarks.harness.results import Column, Record, Result, Table
 from benchmarks.moments import e4m3
-from fp8booster.cli.train.tokens import prepare_tokens
+from fp8booster.cli.train.data import prepare_tokens
 from fp8booster.optim.gradient_sums import GradientSum, added, value_of
 
 Gradients = torch.Tensor

@@ -19,8 +19,8 @@ from benchmarks.gradients.collect import training_options
 from benchmarks.gradients.steps import steps_in_fp32
 from benchmarks.harness import command, environment
 from benchmarks.harness.results import Column, Record, Result, Table
+from fp8booster.cli.train.data import TokenFile, prepare_tokens
 from fp8booster.cli.train.options import TrainOptions
-from fp8booster.cli.train.tokens import TokenFile, prepare_tokens
 from fp8booster.formats import E4M3
 from fp8booster.kernels.adamw_8bit import decode_first, decode_second, encode_second, in_blocks
 from fp8booster.kernels.group_codes import encode_roots

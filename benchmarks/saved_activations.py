@@ -32,8 +32,8 @@ from benchmarks.harness import command, environment
 from benchmarks.harness.results import Column, Record, Result, Table, spread
 from benchmarks.harness.timing import Variant, time_interleaved
 from fp8booster import FP8Config, convert_to_fp8
+from fp8booster.cli.train.data import TokenFile, prepare_tokens
 from fp8booster.cli.train.options import TrainOptions
-from fp8booster.cli.train.tokens import TokenFile, prepare_tokens
 from fp8booster.config import Activations
 from fp8booster.formats import E4M3
 from fp8booster.kernels.group_codes import decode_groups, encode_groups

@@ -16,7 +16,7 @@ from typing import Any
 import fp8booster.plugins
 from fp8booster.checkpoints import checkpoints_in, is_finite, new_checkpoint, what_is_broken
 from fp8booster.training.boosted import BoostedModel
-from fp8booster.training.learning_rate import WarmupCosine
+from fp8booster.training.optimizers import WarmupCosine
 from fp8booster.training.parallel import MODES_OF_OWN_RANKS, MODES_OF_TENSOR_RANKS, PLUGINS, Parallel
 from fp8booster.training.plugins import FP32_WEIGHTS, PIPELINE_STYLES, make_plugin, with_chunks
 from fp8booster.training.ranks import StopRequest, over_ranks

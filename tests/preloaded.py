@@ -37,7 +37,7 @@ def import_what_commands_do() -> None:
     import pydantic
     from transformers import AutoModelForCausalLM
 
-    for module in ("loop", "run", "worker"):
+    for module in ("loop", "run", "rank"):
         import_module(f"fp8booster.cli.train.{module}")
     for module in ("fp8booster.cli.plot.pictures", "matplotlib.backends.backend_agg", "torch.utils.tensorboard"):
         import_module(module)

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from fp8booster import FP8Config, convert_to_fp8
+from fp8booster.cli.train.data import TokenFile
 from fp8booster.cli.train.defaults import resolve
 from fp8booster.cli.train.model_folder import build_model, load_config
 from fp8booster.cli.train.options import TrainOptions
-from fp8booster.cli.train.tokens import TokenFile
 from fp8booster.training.batches import Batches
-from fp8booster.training.learning_rate import WarmupCosine
+from fp8booster.training.optimizers import WarmupCosine
 
 
 @dataclass(frozen=True)

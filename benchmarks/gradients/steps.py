@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from fp8booster.cli.train.data import TokenFile
 from fp8booster.cli.train.model_folder import build_model, load_config
 from fp8booster.cli.train.options import TrainOptions
-from fp8booster.cli.train.tokens import TokenFile
 from fp8booster.training.batches import Batches
 
 

@@ -12,10 +12,9 @@ import numpy as np
 import torch
 
 from benchmarks.training.job import Job
+from fp8booster.cli.train.data import TokenFile, folder_has_tokenizer, open_tokens, prepare_tokens
 from fp8booster.cli.train.defaults import cache_folder
 from fp8booster.cli.train.options import TrainOptions
-from fp8booster.cli.train.tokenizer import folder_has_tokenizer
-from fp8booster.cli.train.tokens import TokenFile, open_tokens, prepare_tokens
 from fp8booster.training.batches import Batches, GlobalBatch, Replica
 
 RANDOM_BATCHES = 2

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fp8booster.cli.train.data import TokenFile
 from fp8booster.cli.train.key_values import parse_pairs
-from fp8booster.cli.train.tokens import TokenFile
 from fp8booster.training.models import MODELS, Architecture
 from fp8booster.training.optimizers import OPTIMIZERS
 from fp8booster.training.parallel import PARALLEL, PLUGINS, Parallel

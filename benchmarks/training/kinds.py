@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import distributions
 from pathlib import Path
 
+from fp8booster.cli.train.data import TokenFile, prepare_tokens
 from fp8booster.cli.train.defaults import cache_folder
 from fp8booster.cli.train.options import TrainOptions
-from fp8booster.cli.train.tokens import TokenFile, prepare_tokens
 from fp8booster.files import write_whole
 
 CODE, PROSE = "code", "prose"

@@ -28,8 +28,8 @@ from benchmarks.training.job import Job
 from benchmarks.training.runs import HELD_OUT, NOT_FINITE, RunFolder
 from benchmarks.training.worker import PRELOADED, cuda_begins_in_a_fork, facts_of, reason_of
 from fp8booster.checkpoints import named_step, new_checkpoint, newest_checkpoint
-from fp8booster.training.learning_rate import WarmupCosine
 from fp8booster.training.models import build
+from fp8booster.training.optimizers import WarmupCosine
 
 BLOCK = 10
 """Steps between waits for the device, lines of the record and looks at the clock."""

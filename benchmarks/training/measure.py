@@ -21,7 +21,7 @@ from benchmarks.training.job import Job
 from benchmarks.training.trace import breakdown
 from fp8booster import comm
 from fp8booster.monitor.traffic import count_traffic
-from fp8booster.training.learning_rate import WarmupCosine
+from fp8booster.training.optimizers import WarmupCosine
 
 Outcome = dict[str, Any]
 """What one turn of an engine found; plain values for JSON, equal on all ranks but for "parts" and "wire"."""

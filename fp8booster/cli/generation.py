@@ -22,8 +22,8 @@ from fp8booster.cli.inference import (
     load_model,
     require_one_of,
 )
+from fp8booster.cli.train.data import load_tokenizer
 from fp8booster.cli.train.model_folder import folder_config
-from fp8booster.cli.train.tokenizer import load_tokenizer
 from fp8booster.serving.key_value_cache import FP8Cache, cache_bytes
 
 CACHES: dict[str, Callable[[], Any]] = {"bf16": lambda: None, "fp8": FP8Cache}

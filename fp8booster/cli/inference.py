@@ -11,11 +11,10 @@ import torch
 from torch import nn
 
 from fp8booster.cli.instructions import avoid_trapping_instructions
-from fp8booster.cli.train.checkpoint import is_checkpoint, read_state
+from fp8booster.cli.train.checkpoints import RUN_FILE, find_resume, is_checkpoint, read_state, require_whole
+from fp8booster.cli.train.data import folder_has_tokenizer
 from fp8booster.cli.train.key_values import fp8_config, inference_fp8_config, parse_pairs
 from fp8booster.cli.train.model_folder import build_model, folder_config, has_weights, is_folder
-from fp8booster.cli.train.resume import RUN_FILE, find_resume, require_whole
-from fp8booster.cli.train.tokenizer import folder_has_tokenizer
 from fp8booster.config import FP8Config
 from fp8booster.kernels.device import require_fp8
 from fp8booster.nn.experts.held_as_one import are_experts

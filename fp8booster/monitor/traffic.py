@@ -33,9 +33,6 @@ class Traffic:
     counts: dict[tuple[str, torch.dtype], Count] = field(default_factory=lambda: defaultdict(Count))
     """By collective and element type. FP8 data that is sent as bytes shows as uint8."""
 
-    latest: str = ""
-    """The collective that was called last, with the tensors that this process handed in."""
-
     @property
     def calls(self) -> int:
         """Return the calls of all collectives."""
@@ -152,9 +149,6 @@ def _add(traffic: Traffic, lock: threading.Lock, name: str, handed: Any, group: 
     tensors = [handed] if isinstance(handed, torch.Tensor) else handed or []
     ranks = dist.get_world_size(group)
     with lock:
-        size = sum(tensor.numel() for tensor in tensors)
-        kinds = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})
-        traffic.latest = f"{name} of {size} {' and '.join(kinds)} values"
         for index, tensor in enumerate(tensors):
             count = traffic.counts[name, tensor.dtype]
             count.calls += index == 0

@@ -1,4 +1,4 @@
-"""What the command line, the benchmarks and the examples share: models by name, batches, learning rate, plugins, steps.
+"""Models by name, batches, plugins and steps: shared by the command line, the benchmarks and the examples.
 
 Nothing here knows of files, options or displays.
 """

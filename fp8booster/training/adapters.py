@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 ALL_LINEAR = "all-linear"
-"""What peft calls all linear layers but the vocabulary head."""
+"""peft's name of all linear layers but the vocabulary head."""
 
 ADAPTER_FILE = "adapter_model.safetensors"
 """Beside `ADAPTER_CONFIG` in a folder that peft's `save_pretrained` writes."""
@@ -26,7 +26,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 
 def with_adapters(network: nn.Module, rank: int, *, alpha: float, targets: Sequence[str] | str) -> PeftModel:
-    """A model of transformers with LoRA (Hu et al., arXiv 2106.09685) on linear layers; only that trains.
+    """Return a transformers model with LoRA (Hu et al., arXiv 2106.09685) on linear layers; only that trains.
 
     Args:
         network: changed in place. Its frozen weights may be in FP8, as `quantize` leaves them.
@@ -54,18 +54,16 @@ def with_adapters(network: nn.Module, rank: int, *, alpha: float, targets: Seque
 
 
 def adapted(model: nn.Module) -> PeftModel | None:
-    """The model of peft's that a model is or wraps; None for a model that trains all its weights."""
+    """Return the peft model that a model is or wraps; None for a model that trains all its weights."""
     peft = sys.modules.get("peft")
     return None if peft is None else next((each for each in model.modules() if isinstance(each, peft.PeftModel)), None)
 
 
 def save_adapters(model: nn.Module, folder: Path, *, writes: bool) -> None:
-    """Write adapters as peft does, and nothing of the model that they are on; every rank calls it.
+    """Write adapters as peft does, and nothing of the model that they are on; every rank calls it, and one `writes`.
 
     Args:
-        model: the model of peft's, or FSDP's around it, whose state dict has whole tensors under the same names.
-        folder: a disk's.
-        writes: whether this rank is the one that does.
+        model: the peft model, or FSDP's around it, whose state dict has whole tensors under the same names.
     """
     peft_model, state = _required(model), _adapters_of(model)
     if writes:
@@ -76,12 +74,7 @@ def save_adapters(model: nn.Module, folder: Path, *, writes: bool) -> None:
 def load_adapters(model: nn.Module, folder: Path) -> None:
     """Set adapters to those that `save_adapters`, or peft's `save_pretrained`, wrote; every rank calls it.
 
-    Args:
-        model: as in `save_adapters`.
-        folder: theirs.
-
-    Raises:
-        ValueError: the folder's are damaged, or of another model, rank or targets.
+    Raises ValueError for adapters that are damaged, or of another model, rank or targets.
     """
     from peft import get_peft_model_state_dict
     from safetensors.torch import load_file
@@ -99,17 +92,16 @@ def load_adapters(model: nn.Module, folder: Path) -> None:
 def _required(model: nn.Module) -> PeftModel:
     peft_model = adapted(model)
     if peft_model is None:
-        raise ValueError("the model has no adapters of peft's; add them with get_peft_model")
+        raise ValueError("the model has no adapters; add them with peft's get_peft_model")
     return peft_model
 
 
 def _adapters_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What of a model's state dict is of adapters, under their names in it."""
     return {name: value for name, value in model.state_dict().items() if "lora_" in name}
 
 
 def shapes_of(tensors: dict[str, Any]) -> dict[str, list[int]]:
-    """The shapes of tensors by name."""
+    """Return the shapes of tensors by name."""
     return {name: list(tensor.shape) for name, tensor in tensors.items()}
 
 

@@ -1,4 +1,4 @@
-"""Batches: fixed pieces of the token file in an order that the seed decides, addressed by position alone."""
+"""Batches: fixed pieces of the token file in an order that follows the seed, addressed by position alone."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class GlobalBatch:
 
 @dataclass(frozen=True)
 class Replica:
-    """Which of the model's replicas a rank belongs to; ranks of one replica read the same tokens."""
+    """A rank's place among the model's replicas; ranks of one replica read the same tokens."""
 
     index: int
     count: int
@@ -51,9 +51,9 @@ class Replica:
 class Batches:
     """The batches of one replica.
 
-    The file is cut into sequences of equal length; each epoch visits all of them once, in its own order, and the
-    next epoch follows without a gap. A position counts the sequences that all replicas have taken since the start,
-    so it is all that a resumed run needs, whatever their number.
+    The file is cut into sequences of equal length. Each epoch visits all of them once, in its own order; the next
+    follows without a gap. A position counts the sequences that all replicas have taken since the start, so it is all
+    that a resumed run needs, whatever their number.
     """
 
     def __init__(self, tokens: np.ndarray, step: GlobalBatch, replica: int, seed: int) -> None:
@@ -68,7 +68,7 @@ class Batches:
         self._order = np.empty(0, dtype=np.int64)
 
     def micro_batches(self, position: int) -> Iterator[torch.Tensor]:
-        """The `accumulate` micro-batches [batch, sequence] (int64) of the step that begins at `position`."""
+        """Yield the `accumulate` micro-batches  [batch, sequence] (int64) of the step that begins at `position`."""
         step = self._step
         for micro in range(step.accumulate):
             first = position + (micro * step.replicas + self._replica) * step.batch

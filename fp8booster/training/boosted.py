@@ -61,7 +61,7 @@ class BoostedModel:
         return getattr(self.booster.plugin, "pp_size", 1) > 1
 
     def forward_backward(self, micro_batches: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor | None:
-        """Gradients of one optimizer step; returns the mean loss  [], None on pipeline stages but the last.
+        """Compute gradients of one optimizer step; return the mean loss  [], None on pipeline stages but the last.
 
         Args:
             micro_batches: as many as the plugin was told, with `input_ids` and `labels`  [batch, sequence] each.
@@ -82,11 +82,9 @@ class BoostedModel:
 
     @property
     def _accumulates(self) -> bool:
-        """Whether whole gradients wait on a rank for the last micro-batch.
-
-        Stage 2 keeps only shards of them, so it reduces each micro-batch's; HybridParallel does not say so itself.
-        """
+        """True where whole gradients wait on a rank for the last micro-batch."""
         plugin = self.booster.plugin
+        # stage 2 keeps only shards of them, so it reduces each micro-batch's; HybridParallel does not say so itself
         return plugin.support_no_sync() and getattr(plugin, "zero_stage", 1) != 2
 
     def update(self, max_norm: float) -> None:
@@ -138,21 +136,19 @@ class BoostedModel:
 
     @property
     def adapted(self) -> Any:
-        """The model of peft's; None for a model that trains all its weights."""
+        """Return the peft model; None for a model that trains all its weights."""
         return adapted(self.model)
 
     @property
     def _adapters(self) -> nn.Module | None:
-        """Whose state dict has adapters as peft names them; None: there are none.
-
-        FSDP gathers what it shards where its own module is asked.
-        """
+        """Return the module whose state dict has adapters as peft names them; None: there are none."""
+        # FSDP gathers its shards when its own module is asked
         return self.model.unwrap() if self.name == "fsdp" and self.adapted is not None else self.adapted
 
     def is_finite(self) -> bool:
-        """Tell whether all that a step reads is finite on all ranks; every rank calls it, between two steps.
+        """Tell whether trained weights, optimizer states and remembered amaxes are finite on all ranks.
 
-        That is what the optimizer trains, its states, and the amaxes that casts remember. It waits for the device.
+        Every rank calls it, between two steps. It waits for the device.
         """
         found: dict[torch.device, list[torch.Tensor]] = {torch.device("cpu"): []}
         for each in self._kept():
@@ -166,7 +162,7 @@ class BoostedModel:
         return not bool(shared)
 
     def _kept(self) -> Iterator[torch.Tensor]:
-        """Go through what this rank's steps read; under ZeRO and Gemini masters in the place of weights."""
+        """Yield the tensors that this rank's steps read; under ZeRO and Gemini masters in the place of weights."""
         inside = self.optimizer.unwrap()
         chunks = getattr(self.optimizer, "param_to_chunk16", {})  # Gemini's, whose parameters are empty between steps
         for group in inside.param_groups:
@@ -182,7 +178,7 @@ class BoostedModel:
             yield from amaxes.values()
 
     def load(self, folder: Path) -> None:
-        """Set model and optimizer to what `save` wrote; every rank calls it."""
+        """Set model and optimizer to the content of a folder of `save`'s; every rank calls it."""
         if (holder := self._adapters) is not None:
             load_adapters(holder, folder / "model")
         else:
@@ -201,7 +197,7 @@ class BoostedModel:
 
 
 def causal(tokens: torch.Tensor, separator: int | None = None) -> dict[str, torch.Tensor]:
-    """A batch in which each token predicts the next, from `tokens`  [batch, sequence].
+    """Return a batch in which each token predicts the next, from `tokens`  [batch, sequence].
 
     Args:
         separator: the token that ends a document. Positions begin anew behind it, which packs documents
@@ -217,7 +213,7 @@ def causal(tokens: torch.Tensor, separator: int | None = None) -> dict[str, torc
 
 
 def _unseen_bytes(name: str, plugin: Plugin, network: nn.Module) -> int:
-    """What DDP's reducer in C++ sends where no hook of Python reduces gradients."""
+    """Return the bytes that DDP's reducer in C++ sends where no hook of Python reduces gradients."""
     if name != "ddp" or getattr(plugin, "sends_fp8", plugin.fp8_communication):
         return 0
     trained = (parameter for parameter in network.parameters() if parameter.requires_grad)

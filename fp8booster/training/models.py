@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
+from fp8booster.nn.modules import repeated_layers
 from fp8booster.reading import first_line
-from fp8booster.training.recomputation import recompute
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -43,7 +45,7 @@ class Architecture:
 
     @property
     def tied(self) -> bool:
-        """Whether the head's weight is the embeddings'."""
+        """True where the head's weight is the embeddings'."""
         return self.family == "cohere"
 
     @property
@@ -52,11 +54,11 @@ class Architecture:
         return self.hidden // self.heads * self.key_value_heads
 
     def shortened(self, layers: int | None) -> Architecture:
-        """The same with so many layers; None leaves it."""
+        """Return the same with so many layers; None leaves it."""
         return self if layers is None else replace(self, layers=layers)
 
     def config(self, sequence: int) -> PretrainedConfig:
-        """Hugging Face's config, with positions for at least `sequence` tokens."""
+        """Return Hugging Face's config, with positions for at least `sequence` tokens."""
         from transformers import CohereConfig, LlamaConfig, MixtralConfig, Qwen2Config
 
         shape = {
@@ -125,10 +127,10 @@ def build(
     dtype: torch.dtype = torch.bfloat16,
     checkpointing: bool | int = False,
 ) -> PreTrainedModel:
-    """A model in training mode, with attention by torch's SDPA where transformers gives it that.
+    """Return a model in training mode, with attention by torch's SDPA where transformers gives it that.
 
-    On a real device its weights are random and follow torch's seed for that kind of device, so equal seeds give equal
-    weights on all ranks; on "meta" it has none.
+    Its weights are random and follow torch's seed for that kind of device, so equal seeds give equal weights on all
+    ranks; on "meta" it has none.
     """
     from transformers import AutoModelForCausalLM
 
@@ -141,7 +143,7 @@ def build(
 
 @contextmanager
 def building(config: PretrainedConfig) -> Iterator[None]:
-    """Raise ValueError in the place of whatever a model's code meets in a config that nobody checked."""
+    """Raise ValueError in the place of whatever a model's code raises over a config that nobody checked."""
     try:
         yield
     except Exception as error:
@@ -153,11 +155,7 @@ def building(config: PretrainedConfig) -> Iterator[None]:
 
 
 def causal_lm(config: PretrainedConfig) -> Any:
-    """The class that transformers has for the causal language model of a config.
-
-    Raises:
-        ValueError: it has none.
-    """
+    """Return the class of transformers for the causal language model of a config; raise ValueError without one."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     kinds: Any = MODEL_FOR_CAUSAL_LM_MAPPING  # typed as None where transformers is lazy
@@ -170,12 +168,50 @@ def causal_lm(config: PretrainedConfig) -> Any:
 
 
 def attention_of(config: PretrainedConfig) -> str:
-    """What to ask transformers for as `attn_implementation`: torch's SDPA, or else what the model itself has."""
+    """Return the `attn_implementation` to ask transformers for: torch's SDPA, or else what the model itself has."""
     return "sdpa" if causal_lm(config)._supports_sdpa else "eager"
 
 
 def prepared(model: PreTrainedModel, checkpointing: bool | int) -> PreTrainedModel:
-    """The model in training mode; with `checkpointing` it recomputes activations in backward, or so many layers do."""
+    """Return the model in training mode; with `checkpointing` all its layers, or so many, recompute activations."""
     if checkpointing:
         recompute(model, None if checkpointing is True else checkpointing)
     return model.train()
+
+
+_FLAG = "gradient_checkpointing"
+"""Of layers of transformers 5, and of models of 4.51."""
+
+
+def recompute(model: Any, layers: int | None = None) -> None:
+    """Let layers of a transformers model keep their inputs alone, and compute the rest again in backward.
+
+    Args:
+        model: in place.
+        layers: the first so many, which lets the last ones' activations go before the first's are computed again.
+            None: all.
+
+    Raises:
+        ValueError: the model does not have so many.
+    """
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if layers is None:
+        return
+    found = repeated_layers(model)
+    if layers > len(found):
+        raise ValueError(f"the model has {len(found)} layers; checkpoint at most so many, not {layers}.")
+    for layer in found[layers:]:
+        setattr(layer, _FLAG, False)
+    for module in model.modules():
+        if "_gradient_checkpointing_func" in vars(module) and module not in found:
+            # of 4.51, where the model asks for each of its layers
+            module._gradient_checkpointing_func = partial(_checkpoint_chosen, module._gradient_checkpointing_func)
+
+
+def _checkpoint_chosen(checkpoint: Callable[..., Any], call: Callable[..., Any], *args: Any) -> Any:
+    """Call a layer through `checkpoint`, unless the layer keeps its activations."""
+    bound: Any = call
+    while isinstance(bound, partial):
+        bound = bound.func
+    layer: nn.Module = getattr(bound, "__self__", bound)
+    return checkpoint(call, *args) if getattr(layer, _FLAG, True) else call(*args)

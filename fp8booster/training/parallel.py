@@ -1,4 +1,4 @@
-"""Which plugin trains, and how many ranks share a model. What is said here needs neither Colossal-AI nor a GPU."""
+"""The plugin that trains, and the ranks that share a model; checked without Colossal-AI and without a GPU."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MODES_OF_OWN_RANKS = ("all_to_all", "ring_attn")
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
-    """How the ranks of a run share model and data."""
+    """The division of model and data among the ranks of a run."""
 
     plugin: str = "low_level_zero"
     """A key of `PLUGINS`."""
@@ -47,18 +47,14 @@ class Parallel:
     sp: int = 1
     """Ranks of their own that share a sequence; 1 where the tensor parallel ranks do (`MODES_OF_TENSOR_RANKS`)."""
     sp_mode: str | None = None
-    """A mode of Colossal-AI's sequence parallelism; None is none."""
+    """A mode of Colossal-AI's sequence parallelism."""
     ep: int = 1
     """Expert parallel ranks, among the replicas of what is not in experts."""
     micro_batches: int = 1
     """Of one optimizer step: gradient accumulation, or what a pipeline is filled with."""
 
     def check(self, plugins: Collection[str] = tuple(PLUGINS)) -> None:
-        """Raise ValueError, with a sentence that says what to give, for what does not go together.
-
-        Args:
-            plugins: those that can be chosen.
-        """
+        """Raise ValueError, with a sentence that says what to give, for a combination that no plugin of these takes."""
         if self.plugin not in plugins:
             raise ValueError(f"There is no plugin {self.plugin!r}; {suggestion(self.plugin, plugins)}")
         for name in ("tp", "pp", "sp", "ep"):
@@ -106,20 +102,16 @@ class Parallel:
 
     @property
     def zero_stage(self) -> int | None:
-        """The stage asked for, or the plugin's default; None for a plugin without stages."""
+        """Return the stage asked for, or the plugin's default; None for a plugin without stages."""
         return self.zero if self.zero is not None else ZERO_STAGES.get(self.plugin, (None,))[0]
 
     @property
     def sharing(self) -> int:
-        """Ranks that read the same tokens, for together they hold one replica of the model."""
+        """Return the number of ranks that read the same tokens, for together they hold one replica of the model."""
         return self.tp * self.pp * self.sp
 
     def replicas(self, world_size: int) -> int:
-        """How many different batches `world_size` ranks take at once.
-
-        Raises:
-            ValueError: the ranks cannot be divided into replicas.
-        """
+        """Return how many different batches `world_size` ranks take at once; raise ValueError if they do not divide."""
         if world_size % self.sharing:
             raise ValueError(
                 f"{world_size} processes cannot be divided into groups of {self.sharing} (--tp {self.tp} x --pp "
@@ -144,7 +136,7 @@ class Parallel:
             )
 
     def describe(self) -> str:
-        """For a result's head, such as "hybrid, stage 1, tp 2"."""
+        """Return the head of a result, such as "hybrid, stage 1, tp 2"."""
         parts = [self.plugin]
         if self.zero_stage is not None:
             parts.append(f"stage {self.zero_stage}")
@@ -155,7 +147,7 @@ class Parallel:
 
 
 def suggestion(wrong: str, names: Iterable[str]) -> str:
-    """What to say of a name that is not among `names`."""
+    """Return the end of a sentence about a name that is not among `names`."""
     names = list(names)
     close = difflib.get_close_matches(wrong, names, cutoff=0.5)
     return f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(names)}."

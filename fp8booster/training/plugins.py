@@ -1,4 +1,4 @@
-"""Plugins for what a `Parallel` says: the arguments of their constructors, ours or Colossal-AI's."""
+"""Plugins for a `Parallel`: the arguments of their constructors, ours or Colossal-AI's."""
 
 from __future__ import annotations
 
@@ -25,16 +25,15 @@ PIPELINE_STYLES = ("1f1b", "interleaved", "zbv")
 def make_plugin(
     plugin_class: type[Plugin], parallel: Parallel, network: nn.Module, max_norm: float, options: dict[str, Any]
 ) -> Plugin:
-    """A plugin for BF16 that boosts `network`. It may make process groups, so torch.distributed must run by then.
+    """Return a plugin for BF16 that boosts `network`; torch.distributed must run, for it may make process groups.
+
+    Raises ValueError for a model, a vocabulary or a pipeline schedule that does not go with the sizes.
 
     Args:
         plugin_class: of `parallel.plugin`, ours or Colossal-AI's.
         network: from transformers.
         max_norm: gradients are clipped to this norm; 0: not clipped.
         options: further arguments, which win.
-
-    Raises:
-        ValueError: the model, its vocabulary or the pipeline's schedule do not go with the sizes.
     """
     arguments = with_chunks(_arguments(parallel, network, max_norm) | options, parallel)
     if arguments.get("pp_style") == "zbv" and "scheduler_nodes" not in arguments:  # Colossal-AI leaves it to its user
@@ -70,10 +69,6 @@ def _arguments(parallel: Parallel, network: nn.Module, max_norm: float) -> dict[
 
 
 def _vocabulary(tp: int, network: nn.Module) -> dict[str, Any]:
-    """Shards of the vocabulary without padding.
-
-    Colossal-AI pads each to a multiple of 64 by itself, and then saves no optimizer (checkpoint_io/utils.py:128).
-    """
     config: Any = network.config
     size = config.vocab_size
     if size % tp:
@@ -81,6 +76,8 @@ def _vocabulary(tp: int, network: nn.Module) -> dict[str, Any]:
             f"The model has {size} embeddings, which --tp {tp} cannot divide; give another --tp, or save the model "
             "with more of them (resize_token_embeddings)"
         )
+    # Without it Colossal-AI pads each shard to a multiple of 64, and then saves no optimizer
+    # (checkpoint_io/utils.py:128).
     return {"make_vocab_size_divisible_by": math.gcd(64, size // tp)}
 
 
@@ -91,7 +88,7 @@ def _sequence_parallelism(parallel: Parallel) -> dict[str, Any]:
 
 
 def _blocks(network: nn.Module) -> set[type[nn.Module]]:
-    """The classes of a model's repeated blocks, each of which FSDP gathers by itself."""
+    """Return the classes of a model's repeated blocks, each of which FSDP gathers by itself."""
     names = getattr(network, "_no_split_modules", None) or ()
     blocks = {type(module) for module in network.modules() if type(module).__name__ in names}
     if not blocks:
@@ -103,7 +100,7 @@ def _blocks(network: nn.Module) -> set[type[nn.Module]]:
 
 
 def with_chunks(arguments: dict[str, Any], parallel: Parallel) -> dict[str, Any]:
-    """A plugin's arguments with `num_model_chunks`, the pieces of the model on a stage, where the schedule has several.
+    """Return a plugin's arguments with `num_model_chunks`, the pieces of the model on a stage of some schedules.
 
     Raises ValueError for a schedule that does not exist, and for sizes that it does not take.
     """

@@ -1,4 +1,4 @@
-"""How the ranks of a run meet, and what they tell each other besides gradients: the loss, and a wish to stop."""
+"""The meeting of a run's ranks, and what they share besides gradients: the loss, and a request to stop."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 
 def join_ranks(run: str, seed: int) -> None:
-    """Start torch.distributed with the ranks that a launcher has told to this one, as `colossalai.launch_from_torch`.
+    """Start torch.distributed in a rank that a launcher has started, as `colossalai.launch_from_torch`.
 
     Args:
-        run: tells runs apart for which ranks meet at one store, one after the other.
+        run: tells runs apart whose ranks meet at one store, one after the other.
         seed: of torch, NumPy and Python.
     """
     import colossalai  # here: who stops a rank, or asks what stopped it, need not wait for it
@@ -43,7 +43,7 @@ class StopRequest:
 
 
 def over_ranks(loss: torch.Tensor | None, stop: bool, device: torch.device) -> tuple[float, bool]:
-    """The mean loss of the ranks that have one, and whether any rank wants to stop, in one reduction.
+    """Return the mean loss of the ranks that have one, and whether any rank wants to stop, in one reduction.
 
     A signal reaches ranks in different steps, and all must save the same one.
     """

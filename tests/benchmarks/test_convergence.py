@@ -36,7 +36,7 @@ from benchmarks.training.job import Job
 from benchmarks.training.kinds import kind_of_text
 from benchmarks.training.runs import HELD_OUT, NOT_FINITE, Run, RunFolder
 from benchmarks.training.variants import BF16, VARIANTS, chosen
-from fp8booster.cli.train.tokenizer import load_tokenizer
+from fp8booster.cli.train.data import load_tokenizer
 from tests.distributed import TEST_SECONDS
 from tests.programs import run_program
 

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.gradients.collect import Bucket, collect, training_options
 from benchmarks.gradients.errors import Scheme, measure, schemes
-from fp8booster.cli.train.tokens import TokenFile
+from fp8booster.cli.train.data import TokenFile
 
 RANKS = 4
 

@@ -9,7 +9,7 @@ import torch
 from benchmarks.training.data import batches
 from benchmarks.training.engines import ENGINES, PEERS, chosen
 from benchmarks.training.job import Job
-from fp8booster.cli.train.tokens import TokenFile
+from fp8booster.cli.train.data import TokenFile
 from fp8booster.training.batches import Replica
 
 

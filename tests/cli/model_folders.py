@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from fp8booster.cli.train.tokenizer import train_tokenizer
+from fp8booster.cli.train.data import train_tokenizer
 from tests.nn.models import tiny_llama
 
 TEXT = inspect.getsource(argparse)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from fp8booster import export, load_fp8
 from fp8booster.checkpoints import newest_checkpoint
-from fp8booster.cli.train.tokenizer import train_tokenizer
+from fp8booster.cli.train.data import train_tokenizer
 from tests.colossal.models import tiny_llama
 from tests.distributed import run_ranks
 from tests.examples.example_ranks import EXAMPLES, FINETUNING, PRETRAINING, Outcome, train_all

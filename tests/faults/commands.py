@@ -79,7 +79,7 @@ def ranks_of(process: subprocess.Popen) -> list[psutil.Process]:
         workers = [
             child
             for child in psutil.Process(process.pid).children()
-            if any("train.worker" in part for part in child.cmdline())
+            if any("train.rank" in part for part in child.cmdline())
         ]
         if len(workers) == 2:
             return workers
@@ -124,18 +124,6 @@ def told_to_stop(place: Place, subject: Subject, reference: Reference, out: Path
     return went_on(place, subject, reference, out)
 
 
-def hung(place: Place, subject: Subject, reference: Reference, out: Path) -> str:
-    """SIGSTOP of rank 1 in a step: the run ends in time, and names it."""
-    shutil.copytree(reference.begun, out)
-    names = reference.events[1].collectives
-    last = max(number for number, name in enumerate(names, 1) if name in OF_STEPS)
-    process = resume(out, "--timeout", "20", harm=(1, signal.SIGSTOP, last), at_file=False)
-    ranks = ranks_of(process)
-    ended(process, "rank 1 does not answer")
-    assert_nobody_is_left(ranks)
-    return went_on(place, subject, reference, out)
-
-
 def command_killed(place: Place, subject: Subject, reference: Reference, out: Path) -> str:
     """SIGKILL of the command: its ranks end by themselves."""
     shutil.copytree(reference.begun, out)
@@ -168,7 +156,6 @@ COMMANDS = {
     "SIGKILL of rank 0 in the middle of its save": killed(0, 9),
     "SIGKILL of rank 1 in its save": killed(1, 1),
     "SIGTERM": told_to_stop,
-    "SIGSTOP of rank 1 in a step": hung,
     "SIGKILL of the command": command_killed,
     "full disk": full,
 }

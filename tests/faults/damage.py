@@ -50,7 +50,9 @@ def refused(place: Place, subject: Subject, reference: Reference, out: Path, fol
     FORMS[form](file)
     said = ended(resume(out), f"{newest} is broken: {file.relative_to(newest)}")
     assert f"--resume {before}" in said, f"it does not say what to go on from: {said[-300:]}"
-    ended(resume(before), "", code=0)
-    found = digests(newest_checkpoint(checkpoints))
+    anew = out.with_name(f"{out.name}-anew")
+    ended(resume(before, "--out", str(anew)), "", code=0)
+    found = digests(newest_checkpoint(checkpoints_of(subject, anew)))
+    shutil.rmtree(anew)
     assert_same((found, []), (reference.ends[SAVED][0], []), f"from {before.name}")
     return f"{file.name} is refused, and it goes on from step {SAVED}"

@@ -10,9 +10,8 @@ from pathlib import Path
 import torch
 
 from fp8booster.checkpoints import newest_checkpoint, write_manifest
+from fp8booster.cli.train.data import load_tokenizer, prepare_tokens
 from fp8booster.cli.train.model_folder import build_model, load_config
-from fp8booster.cli.train.tokenizer import load_tokenizer
-from fp8booster.cli.train.tokens import prepare_tokens
 from tests.colossal.payload import Payload
 from tests.distributed import RankError, run_ranks
 from tests.faults.ranks import load_planted

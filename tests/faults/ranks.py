@@ -36,12 +36,12 @@ class Ended:
 
 
 class _Said:
-    """Stands for the pipe to the command."""
+    """Stands for the display."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
 
-    def send(self, kind: str, **values: Any) -> None:
+    def show(self, kind: str, **values: Any) -> None:
         if kind == "step":
             self.losses.append(values["loss"])
 
@@ -61,9 +61,9 @@ def train(place: Place, subject: Subject, out: str, until: int, harm: Harm | Non
 
 
 def _command(place: Place, subject: Subject, out: Path, until: int) -> list[float]:
+    from fp8booster.cli.train.checkpoints import RUN_FILE, find_resume, write_run_file
+    from fp8booster.cli.train.launch import Task
     from fp8booster.cli.train.loop import train as train_rank
-    from fp8booster.cli.train.resume import RUN_FILE, find_resume, write_run_file
-    from fp8booster.cli.train.task import Task
     from fp8booster.training.ranks import StopRequest
 
     options = options_in(place, subject, out)
@@ -76,7 +76,7 @@ def _command(place: Place, subject: Subject, out: Path, until: int) -> list[floa
     stop, said = StopRequest(), _Said()
     done = json.loads((Path(checkpoint) / "state.json").read_text())["step"] if checkpoint else 0
     asked = iter(range(done + 1, STEPS + 1))
-    train_rank(task, said, lambda: next(asked) == until or stop.wanted)
+    train_rank(task, said.show, lambda: next(asked) == until or stop.wanted)
     return said.losses
 
 
@@ -136,8 +136,8 @@ def soak(place: Place, subject: Subject, out: str) -> list[tuple[int, int]]:
     """Train to the last step; (resident bytes, open descriptors) of this rank before each step."""
     import psutil
 
+    from fp8booster.cli.train.launch import Task
     from fp8booster.cli.train.loop import train as train_rank
-    from fp8booster.cli.train.task import Task
 
     options = options_in(place, subject, Path(out))
     task = Task(options=options, precision="fp8", tokens=place.tokens, resume=None)
@@ -148,5 +148,5 @@ def soak(place: Place, subject: Subject, out: str) -> list[tuple[int, int]]:
         samples.append((process.memory_info().rss, process.num_fds()))
         return False
 
-    train_rank(task, _Said(), sample)
+    train_rank(task, _Said().show, sample)
     return samples

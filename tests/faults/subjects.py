@@ -12,9 +12,9 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
+from fp8booster.cli.train.data import TokenFile, prepare_tokens
 from fp8booster.cli.train.defaults import resolve
 from fp8booster.cli.train.options import TrainOptions
-from fp8booster.cli.train.tokens import TokenFile, prepare_tokens
 from tests.colossal.models import tiny_llama
 
 STEPS, SAVED = 5, 2

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fp8booster.training.batches import Batches, GlobalBatch
-from fp8booster.training.learning_rate import WarmupCosine
+from fp8booster.training.optimizers import WarmupCosine
 from tests.colossal.models import tiny_llama
 from tests.distributed import ranks, shared_folder
 from tests.plugins.training import STAGES, Boosted, assert_equal, boost, fp8, native

@@ -30,20 +30,15 @@ from fp8booster.nn.recording import Recording
 from fp8booster.training.adapters import ALL_LINEAR, with_adapters
 from fp8booster.training.batches import Batches
 from fp8booster.training.boosted import BoostedModel, causal
-from fp8booster.training.learning_rate import WarmupCosine
-from fp8booster.training.optimizers import make_optimizer
+from fp8booster.training.optimizers import WarmupCosine, make_optimizer
 from fp8booster.training.plugins import FP32_WEIGHTS
 from fp8booster.training.ranks import join_ranks, over_ranks
 
-from .branches import set_aside
-from .checkpoint import RunState, load_checkpoint, save_checkpoint
-from .events import Events
+from .checkpoints import RunState, load_checkpoint, save_checkpoint, why_not_resumed, write_run_file
+from .data import load_tokenizer
 from .key_values import build_plugin, fp8_config
+from .launch import Task
 from .model_folder import build_model, is_folder, load_config
-from .resume import why_not_resumed
-from .task import Task
-from .tokenizer import load_tokenizer
-from .watch import Watch
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -60,7 +55,11 @@ class _Skip(Exception):
     """A step is left out, on all ranks."""
 
 
-def train(task: Task, events: Events, stop_wanted: Callable[[], bool]) -> None:
+Tell = Callable[..., None]
+"""Gets an event, as `progress.Silent.show`."""
+
+
+def train(task: Task, tell: Tell, stop_wanted: Callable[[], bool]) -> None:
     """Run a task on this rank until its last step, or until one rank is asked to stop; then save."""
     options = task.options
     if options.deterministic:
@@ -69,9 +68,7 @@ def train(task: Task, events: Events, stop_wanted: Callable[[], bool]) -> None:
     # Equal seeds: every rank draws the same initial weights, as ZeRO expects.
     join_ranks(task.precision, options.seed)
     with count_traffic() as traffic:
-        watch = Watch(traffic, options.timeout, lambda text: events.send("error", message=text, expected=False))
-        Trainer(task, events, stop_wanted, traffic, watch).run()
-        watch.stop()
+        Trainer(task, tell, stop_wanted, traffic).run()
     # not after an error: the others would report a lost connection before this rank reports its cause
     dist.destroy_process_group()
 
@@ -79,36 +76,28 @@ def train(task: Task, events: Events, stop_wanted: Callable[[], bool]) -> None:
 class Trainer:
     """One rank's model, optimizer, data and records."""
 
-    def __init__(
-        self, task: Task, events: Events, stop_wanted: Callable[[], bool], traffic: Traffic, watch: Watch | None = None
-    ) -> None:
-        self._task, self._options, self._events = task, task.options, events
+    def __init__(self, task: Task, tell: Tell, stop_wanted: Callable[[], bool], traffic: Traffic) -> None:
+        self._task, self._options, self._tell = task, task.options, tell
         self._stop_wanted, self._traffic = stop_wanted, traffic
-        self._watch = watch or Watch(traffic, 0, lambda text: None)
         options = task.options
         self._device = get_accelerator().get_current_device()
         self._schedule = WarmupCosine(peak=options.lr, floor=options.min_lr, warmup=options.warmup, decay=options.decay)
         self._global_batch = options.global_batch(dist.get_world_size())
-        self._events.send("status", text=f"building the model {options.model}")
+        tell("status", text=f"building the model {options.model}")
         self._build()
         replica = self._boosted.replica
         self._batches = Batches(task.tokens.open(), self._global_batch, replica.index, options.seed)
         self._step = self._position = 0
-        self._began_good: str | None = None  # the checkpoint that the run went on from
+        self._began_good: str | None = None  # the checkpoint that the run resumed from
         if task.resume is not None:
-            self._events.send("status", text=f"loading {task.resume}")
-            state = load_checkpoint(Path(task.resume), task.tokens.identity, self._boosted, self._shapes, self._tied)
-            self._step, self._position = state.step, state.position
-            if self._boosted.is_finite():
-                self._began_good = task.resume
-            else:  # an older version saved it, or somebody changed it
-                sentence = why_not_resumed(Path(task.resume))
-                if options.on_nonfinite != "warn":
-                    raise ValueError(sentence)
-                self._tell(sentence)
-            if dist.get_rank() == 0:
-                set_aside(task, self._tell)
-        self._log = MetricsLog(task.folder, self._step) if dist.get_rank() == 0 else None
+            self._resume(task.resume)
+        self._log: MetricsLog | None = None
+        if dist.get_rank() == 0:
+            task.result.unlink(missing_ok=True)  # of fewer steps
+            self._log = MetricsLog(task.folder, self._step)
+            if task.about:
+                # not before: options that ranks cannot start with would stand in the way of the next resume
+                write_run_file(options, task.about)
         self._recording: Recording | None = None
         if options.record and task.precision == "fp8":
             self._recording = record(
@@ -116,8 +105,20 @@ class Trainer:
                 every=options.record,
                 sink=task.folder / FILE,
                 done=self._step,
-                on_warning=lambda text: events.send("notice", text=text),
+                on_warning=lambda text: tell("notice", text=text),
             )
+
+    def _resume(self, checkpoint: str) -> None:
+        self._tell("status", text=f"loading {checkpoint}")
+        state = load_checkpoint(Path(checkpoint), self._task.tokens.identity, self._boosted, self._shapes, self._tied)
+        self._step, self._position = state.step, state.position
+        if self._boosted.is_finite():
+            self._began_good = checkpoint
+            return
+        sentence = why_not_resumed(Path(checkpoint))  # an older version saved it, or somebody changed it
+        if self._options.on_nonfinite != "warn":
+            raise ValueError(sentence)
+        self._notice(sentence)
 
     def run(self) -> None:
         """Step until done, stopped or not finite. Raises NotFinite with a sentence in the last case."""
@@ -125,25 +126,20 @@ class Trainer:
             self._run()
 
     def _run(self) -> None:
-        self._events.send("start", done=self._step, steps=self._options.steps)
-        saved = began = self._step
+        self._tell("start", done=self._step, steps=self._options.steps)
+        saved = self._step
         stopped = False
         while self._step < self._options.steps and not stopped:
-            self._watch.expect(f"step {self._step + 1}", long=self._step == began)
             try:
                 stopped = self._take_step()
             except NotFinite as error:
                 raise NotFinite(f"{error} {self._keep_last_good(saved)}") from None
-            self._watch.step_ended()
             due = self._options.save and self._step % self._options.save == 0
             if (due or stopped or self._step == self._options.steps) and self._save(stopped):
                 saved = self._step
         if self._step == self._options.steps:
-            self._watch.expect("the result", long=True)
             self._write_result()
-            self._events.send("done")
-        else:
-            self._events.send("stopped", step=self._step)
+            self._tell("done")
         if self._log is not None:
             self._log.close()
 
@@ -166,7 +162,7 @@ class Trainer:
             fuse(network)
         plugin = build_plugin(options, self._task.precision == "fp8", network)
         for sentence in getattr(plugin, "no_effect", ()):
-            self._tell(sentence)
+            self._notice(sentence)
         rates = {"lr": options.lr, "betas": _BETAS, "weight_decay": options.weight_decay}
         trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
         optimizer = make_optimizer(options.optimizer_of(self._task.precision), trained, **rates)
@@ -229,7 +225,7 @@ class Trainer:
                 wire_bytes=self._traffic.sent - sent + self._boosted.unseen_bytes,
             )
             self._log.write(metrics)
-            self._events.send("step", **dataclasses.asdict(metrics))
+            self._tell("step", **dataclasses.asdict(metrics))
         return stopped
 
     def _check_norm(self, norm: float) -> None:
@@ -252,7 +248,7 @@ class Trainer:
         choice = self._options.on_nonfinite
         if choice == "raise":
             raise NotFinite(sentence)
-        self._tell(f"{sentence} The step is {'left out' if choice == 'skip' else 'taken'}.")
+        self._notice(f"{sentence} The step is {'left out' if choice == 'skip' else 'taken'}.")
         if choice == "skip":
             raise _Skip
 
@@ -291,18 +287,18 @@ class Trainer:
         sentence = f"After step {self._step} weights or optimizer states are NaN or infinite"
         if self._options.on_nonfinite != "raise":
             self._write_checkpoint(finite)
-            self._tell(f"{sentence}, and saved as such. {self._last_good()}")
+            self._notice(f"{sentence}, and saved as such. {self._last_good()}")
             return True
         sentence = f"{sentence}, and not saved. {self._last_good()}"
         if not stopped:
             raise NotFinite(sentence)
-        self._tell(sentence)
+        self._notice(sentence)
         return False
 
-    def _tell(self, text: str) -> None:
-        """Send a sentence to keep, from one rank."""
+    def _notice(self, text: str) -> None:
+        """Tell a sentence to keep, from one rank."""
         if dist.get_rank() == 0:
-            self._events.send("notice", text=text)
+            self._tell("notice", text=text)
 
     def _write_checkpoint(self, finite: bool) -> None:
         state = RunState(
@@ -313,12 +309,11 @@ class Trainer:
             tokens=self._task.tokens.identity,
             options=self._options,
         )
-        self._events.send("status", text=f"saving step {self._step}")
-        self._watch.expect(f"saving step {self._step}", long=True)
+        self._tell("status", text=f"saving step {self._step}")
         folder = save_checkpoint(
             self._task.checkpoints, state, self._boosted, self._config, self._task.tokens.tokenizer, finite
         )
-        self._events.send("checkpoint", folder=str(folder), step=self._step)
+        self._tell("checkpoint", folder=str(folder), step=self._step)
 
     def _write_result(self) -> None:
         """Keep what the summary needs beside the metrics, in `result.json`."""
@@ -334,7 +329,8 @@ class Trainer:
                 "layers": layers,
                 "traffic": self._traffic.rows(),
             }
-            write_whole(self._task.folder / "result.json", json.dumps(result, indent=1) + "\n")
+            write_whole(self._task.result, json.dumps(result, indent=1) + "\n")
+        dist.barrier()  # a command looks whether it is there when its own ranks have ended
 
     def _layers(self) -> list[dict[str, Any]]:
         """Rows of the report, those of all pipeline stages."""

@@ -202,12 +202,6 @@ class TrainOptions:
     save_codes: bool = _option(
         _RUN, "Save 8-bit moments as they are, for --resume, in place of Colossal-AI's FP32 states", False
     )
-    timeout: float | None = _option(
-        _RUN,
-        "Seconds without a step after which the rank that hangs is named and the run ends; 0: never",
-        rule=finite(0),
-        shown="120, or ten times the longest step",
-    )
     record: int = _option(
         _RUN,
         "Steps between samples of what FP8 does to each tensor, kept in scales.jsonl; 0: none",

@@ -1,10 +1,10 @@
-"""What a person sees while a run lasts: a bar on a terminal, lines in a log."""
+"""The progress of a run for a person: a bar on a terminal, lines in a log."""
 
 from __future__ import annotations
 
 import sys
 import time
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
@@ -14,89 +14,94 @@ _SILENCE = 30.0  # seconds after which a line is due in any case
 
 
 class Silent:
-    """Shows one run after another: of their progress nothing, only notices."""
+    """Show of a run nothing but notices."""
 
-    def begin(self, name: str) -> None:
-        """A run (or a preparation) called `name` begins."""
+    def __init__(self, name: str, stream: TextIO) -> None:
+        self._name = name
+        self._console = plain_console(stream)
 
-    def show(self, event: dict[str, Any]) -> None:
-        """Something happened in it (events.Events.send)."""
-        if event["kind"] == "notice":
-            stderr_console().print(event["text"])
+    def __enter__(self) -> Silent:
+        return self
 
-    def end(self) -> None:
-        """It is over."""
+    def __exit__(self, *_: object) -> None: ...
+
+    def show(self, kind: str, **values: Any) -> None:
+        """Show one event.
+
+        Kinds: "status" (text), "notice" (text, a sentence to keep), "start" (done, steps), "step" (metrics),
+        "checkpoint" (folder), "done".
+        """
+        if kind == "notice":
+            self._console.print(values["text"])
 
 
 class Bar(Silent):
-    """One moving bar for each run, on standard error."""
+    """One moving bar."""
 
-    def begin(self, name: str) -> None:
+    def __enter__(self) -> Silent:
         self._progress = Progress(
             SpinnerColumn(finished_text=" "),
-            TextColumn(f"{name:>4}"),
+            TextColumn(f"{self._name:>4}"),
             BarColumn(bar_width=30),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
             TextColumn("{task.description}"),
-            console=Console(stderr=True),
+            console=Console(file=self._console.file),
+            refresh_per_second=2,  # it takes the interpreter from the training step
         )
         self._task = self._progress.add_task("starting", total=None)
         self._figures = "no step left to do"
         self._progress.start()
+        return self
 
-    def show(self, event: dict[str, Any]) -> None:
-        match event["kind"]:
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def show(self, kind: str, **values: Any) -> None:
+        match kind:
             case "status":
-                self._progress.update(self._task, description=event["text"])
+                self._progress.update(self._task, description=values["text"])
             case "notice":
-                self._progress.console.print(event["text"], soft_wrap=True, highlight=False, markup=False)
+                self._progress.console.print(values["text"], soft_wrap=True, highlight=False, markup=False)
             case "start":
                 self._progress.update(
-                    self._task, total=event["steps"], completed=event["done"], description="first step"
+                    self._task, total=values["steps"], completed=values["done"], description="first step"
                 )
             case "step":
-                self._figures = figures(event)
-                self._progress.update(self._task, completed=event["step"], description=self._figures)
+                self._figures = figures(values)
+                self._progress.update(self._task, completed=values["step"], description=self._figures)
             case "done":
                 self._progress.update(self._task, description=self._figures)
 
-    def end(self) -> None:
-        self._progress.stop()
-
 
 class Lines(Silent):
-    """About 20 lines a run, and one at least every 30 seconds, on standard error."""
+    """About 20 lines, and one at least every 30 seconds."""
 
-    def __init__(self) -> None:
-        self._console = stderr_console()
+    def __init__(self, name: str, stream: TextIO) -> None:
+        super().__init__(name, stream)
         self._steps = 1
         self._shown = 0.0
-        self._name = ""
-        self._text = ""
+        self._topic = ""
 
-    def begin(self, name: str) -> None:
-        self._name = name
-
-    def show(self, event: dict[str, Any]) -> None:
-        match event["kind"]:
+    def show(self, kind: str, **values: Any) -> None:
+        match kind:
             case "status":
                 # "reading ...: 4 of 12 MB" changes often; its first words say whether it is news.
-                topic = event["text"].partition(":")[0]
-                if topic != self._text or self._overdue():
-                    self._print(event["text"])
-                self._text = topic
+                topic = values["text"].partition(":")[0]
+                if topic != self._topic or self._overdue():
+                    self._print(values["text"])
+                self._topic = topic
             case "notice":
-                self._print(event["text"])
+                self._print(values["text"])
             case "start":
-                self._steps = event["steps"]
+                self._steps = values["steps"]
             case "step":
-                step = event["step"]
+                step = values["step"]
                 due = step == 1 or step == self._steps or step % max(1, self._steps // _LINES) == 0
                 if due or self._overdue():
-                    self._print(f"step {step}/{self._steps}  {figures(event)}")
+                    self._print(f"step {step}/{self._steps}  {figures(values)}")
             case "checkpoint":
-                self._print(f"saved {event['folder']}")
+                self._print(f"saved {values['folder']}")
 
     def _overdue(self) -> bool:
         return time.monotonic() - self._shown > _SILENCE
@@ -106,21 +111,27 @@ class Lines(Silent):
         self._console.print(f"{self._name}: {text}")
 
 
-def stderr_console() -> Console:
-    """Prints sentences as they are: paths may have brackets."""
-    return Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+def plain_console(stream: TextIO) -> Console:
+    """Return a console that prints sentences as they are: paths may have brackets."""
+    return Console(file=stream, soft_wrap=True, highlight=False, markup=False)
 
 
 def figures(metrics: dict[str, Any]) -> str:
-    """A step's metrics in one line."""
+    """Return a step's metrics in one line."""
     return (
         f"loss {metrics['loss']:.4f}  lr {metrics['lr']:.2e}  norm {metrics['grad_norm']:.2f}  "
         f"{metrics['tokens_per_second']:,.0f} tokens/s"
     )
 
 
-def make_display(progress: str) -> Silent:
-    """The display for a value of `--progress`; "auto": a bar if standard error is a terminal, else lines."""
+def make_display(progress: str, name: str, stream: TextIO | None = None) -> Silent:
+    """Return the display of `--progress` for a run, or a preparation, called `name`.
+
+    Args:
+        progress: "auto" is a bar if the stream is a terminal, else lines.
+        stream: None is standard error.
+    """
+    stream = sys.stderr if stream is None else stream
     if progress == "auto":
-        progress = "bar" if sys.stderr.isatty() else "lines"
-    return {"bar": Bar, "lines": Lines, "none": Silent}[progress]()
+        progress = "bar" if stream.isatty() else "lines"
+    return {"bar": Bar, "lines": Lines, "none": Silent}[progress](name, stream)

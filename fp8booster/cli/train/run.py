@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -13,27 +14,25 @@ import torch
 from filelock import FileLock, Timeout
 from rich.console import Console
 
+from fp8booster.checkpoints import newest_checkpoint
+from fp8booster.cli.errors import describe
 from fp8booster.cli.instructions import avoid_trapping_instructions
-from fp8booster.cli.metrics import read_figures
+from fp8booster.cli.metrics import REMOVE, read_figures, read_metrics
 from fp8booster.cli.plot.run import PAGE, read_run, scales_file
+from fp8booster.reading import read_record
 from fp8booster.training.models import MODELS
 
-from .branches import is_own, left_behind
-from .checkpoint import read_state
+from .checkpoints import RUN_FILE, find_resume, is_own, origins, read_state, require_resumable, write_run_file
+from .data import TokenFile, folder_has_tokenizer, prepare_tokens
 from .defaults import resolve
-from .events import describe
 from .key_values import check_plugin, require_fp8_here
-from .launch import Interrupts, Outcome, is_launched, is_main, ranks, run_workers, serve_store
+from .launch import Task, is_launched, is_main, ranks, run_ranks, serve_store
 from .model_folder import folder_config, is_folder, load_config, require_buildable, require_layers, require_shareable
 from .options import PRECISIONS, TrainOptions
-from .progress import make_display, stderr_console
-from .resume import RUN_FILE, find_resume, require_resumable, write_run_file
+from .progress import make_display, plain_console
 from .summary import layer_lines, machine, render, write_summary
-from .task import Task
-from .tokenizer import folder_has_tokenizer
-from .tokens import TokenFile, prepare_tokens
 
-_CHANGED_AT_ANY_TIME = {"steps", "out", "save", "keep", "progress", "cache", "nproc", "timeout", "save_codes", "record"}
+_CHANGED_AT_ANY_TIME = {"steps", "out", "save", "keep", "progress", "cache", "nproc", "save_codes", "record"}
 """Options that say nothing of steps that a run has taken."""
 
 _OF_ADAPTERS = ("lora", "lora_alpha", "lora_targets")
@@ -59,7 +58,7 @@ def run(given: dict[str, Any], resume: str | None, command: str) -> int:
         options, checkpoints = _changed(resumed.options, given), resumed.checkpoints
     trapping = None if torch.cuda.is_available() else avoid_trapping_instructions()
     if trapping is not None and is_main():
-        stderr_console().print(trapping)
+        plain_console(sys.stderr).print(trapping)
     _require_effect(given, options)
     check_plugin(options)
     require_fp8_here(options)
@@ -119,45 +118,23 @@ def _run(options: TrainOptions, checkpoints: dict[str, str], command: str, given
     done = _finished(checkpoints, options, given)
     if is_main():
         for precision in checkpoints.keys() - done:
-            require_resumable(Path(checkpoints[precision]), options.on_nonfinite)
-    display = make_display(options.progress if is_main() else "none")
-    display.begin("data")
-    try:
-        tokens = prepare_tokens(options, lambda text: display.show({"kind": "status", "text": text}))
-    finally:
-        display.end()
+            require_resumable(Path(checkpoints[precision]), out / precision, options.on_nonfinite)
+    with make_display(options.progress if is_main() else "none", "data") as display:
+        tokens = prepare_tokens(options, lambda text: display.show("status", text=text))
     options.global_batch(ranks(options)).require(tokens.count)
     _check_model(options, tokens.vocabulary)
-
-    def keep_options() -> None:
-        if is_main():
-            write_run_file(options, {"command": command, **machine()}, checkpoints)
-
-    def tell(event: dict[str, Any]) -> None:
-        # not before: options that ranks cannot start with would stand in the way of the next resume
-        if event["kind"] == "start":
-            keep_options()
-        display.show(event)
-
-    if not (out / RUN_FILE).exists():
-        keep_options()
-
+    about = {"command": command, **machine(), **origins(checkpoints)}
+    if is_main() and not (out / RUN_FILE).exists():
+        write_run_file(options, about)
     store = serve_store()
-    with Interrupts().watched() as interrupts:
-        for precision in PRECISIONS[options.precision]:
-            if precision in done:
-                continue
-            checkpoint = checkpoints.get(precision)
-            task = Task(options=options, precision=precision, tokens=tokens, resume=checkpoint)
-            display.begin(precision)
-            try:
-                outcome = run_workers(task, store, tell, interrupts)
-            finally:
-                display.end()
-            if not outcome.finished:
-                if is_main():
-                    _tell_interrupted(out, outcome, outcome.checkpoint or checkpoint)
-                return INTERRUPTED
+    for precision in PRECISIONS[options.precision]:
+        if precision in done:
+            continue
+        task = Task(options=options, precision=precision, tokens=tokens, resume=checkpoints.get(precision), about=about)
+        if not run_ranks(task, store):
+            if is_main():
+                _tell_interrupted(task)
+            return INTERRUPTED
     if is_main():
         _sum_up(options, command, tokens)
     return 0
@@ -216,28 +193,33 @@ def _finished(checkpoints: dict[str, str], options: TrainOptions, given: list[st
 
 
 def _is_finished(checkpoint: str, folder: Path, steps: int) -> bool:
-    """Whether a run's folder already holds the result of its last step.
+    """Tell whether a run's folder already holds the result of its last step.
 
     Raises ValueError when the checkpoint leaves no step to do and the folder has no steps to sum up.
     """
-    path = Path(checkpoint)
+    path, result = Path(checkpoint), folder / "result.json"
     step = read_state(path).step
     summable = is_own(path, folder) and (folder / "metrics.jsonl").exists()
     if step > steps or (step == steps and not summable):
         raise ValueError(f"{checkpoint} has done {step} steps and --steps is {steps}; give more --steps to go on.")
-    return step == steps and (folder / "result.json").exists() and not left_behind(path, folder)
+    return step == steps and result.exists() and read_record(result, {"step": int}, REMOVE)["step"] == step
 
 
-def _tell_interrupted(out: Path, outcome: Outcome, checkpoint: str | None) -> None:
-    console = stderr_console()
-    if outcome.unsaved:
+def _tell_interrupted(task: Task) -> None:
+    """Say in which checkpoint the run is, and how many steps after it are lost."""
+    metrics = task.folder / "metrics.jsonl"
+    step = max((line.step for line in read_metrics(metrics)), default=0) if metrics.exists() else 0
+    checkpoint = newest_checkpoint(task.checkpoints) or (Path(task.resume) if task.resume else None)
+    unsaved = step - (read_state(checkpoint).step if checkpoint else 0)
+    console = plain_console(sys.stderr)
+    if unsaved > 0:
         since = f"the state before is in {checkpoint}" if checkpoint else "no step was saved"
-        console.print(f"Stopped at step {outcome.step} without saving its last {outcome.unsaved} steps; {since}.")
+        console.print(f"Stopped at step {step} without saving its last {unsaved} steps; {since}.")
     elif checkpoint is None:
         console.print("Stopped before the first step; nothing was saved.")
     else:
         console.print(f"Stopped. The state is in {checkpoint}.")
-    console.print(f"Continue with: fp8booster train --resume {shlex.quote(str(out))}")
+    console.print(f"Continue with: fp8booster train --resume {shlex.quote(task.options.out)}")
 
 
 def _sum_up(options: TrainOptions, command: str, tokens: TokenFile) -> None:

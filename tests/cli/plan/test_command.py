@@ -19,11 +19,11 @@ from rich.console import Console
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from typer.testing import CliRunner
 
+from fp8booster.cli.errors import OutOfMemory
 from fp8booster.cli.main import app
 from fp8booster.cli.plan import dry_run, planning
 from fp8booster.cli.plan.configurations import GIB, GPUS, MASTERS, MOMENTS, RESERVED, Configuration, Gpu, configurations
 from fp8booster.cli.plan.planning import _count, _end_with_the_command, as_record, show
-from fp8booster.cli.train.events import OutOfMemory
 from fp8booster.cli.train.options import TrainOptions
 from fp8booster.kernels import device
 from fp8booster.monitor.memory import ACTIVATIONS, BACKWARD, FORWARD

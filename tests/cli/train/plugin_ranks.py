@@ -10,9 +10,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fp8booster.cli.train.data import TokenFile
+from fp8booster.cli.train.launch import Task
 from fp8booster.cli.train.options import TrainOptions
-from fp8booster.cli.train.task import Task
-from fp8booster.cli.train.tokens import TokenFile
 
 STEPS, SAVED, SAMPLED = 4, 2, 2
 
@@ -35,6 +35,15 @@ MODES: dict[str, dict[str, Any]] = {
 }
 """On two ranks, each with the same four sequences a step."""
 
+REMEMBERING: dict[str, dict[str, Any]] = {
+    "low_level_zero, delayed": {"batch": 2, "fp8_options": ("scaling=delayed", "always=true")},
+    "low_level_zero, smooth": {"batch": 2, "fp8_options": ("scaling=smooth-swiglu", "always=true")},
+}
+"""Where casts remember amaxes."""
+
+PACKED: dict[str, dict[str, Any]] = {"low_level_zero, packed": {"batch": 2, "packing": True}}
+"""Where a token attends to its own document alone."""
+
 _PIPELINE = {"plugin": "hybrid", "pp": 2, "batch": 2, "accumulate": 2}
 DEEP_MODES: dict[str, dict[str, Any]] = {
     f"hybrid, PP, {style}": {**_PIPELINE, "plugin_options": (f"pp_style={style}",)} for style in ("interleaved", "zbv")
@@ -42,7 +51,7 @@ DEEP_MODES: dict[str, dict[str, Any]] = {
 """The same with a model of four layers: a stage holds two pieces of it."""
 
 TIED_MODES: dict[str, dict[str, Any]] = {
-    f"{name}, tied": MODES[name] for name in ("low_level_zero", "gemini", "hybrid, TP", "ddp")
+    f"{name}, tied": MODES[name] for name in ("low_level_zero", "gemini", "hybrid, TP")
 }
 """The same with a model whose head is its embeddings."""
 
@@ -50,12 +59,14 @@ ADAPTED: dict[str, dict[str, Any]] = {
     f"{name}, LoRA": {**mode, "lora": 16, "lora_targets": "q_proj,down_proj"}
     for name, mode in {
         "low_level_zero": MODES["low_level_zero"],
-        "low_level_zero, ZeRO 1": {**MODES["low_level_zero"], "stage": 1},
         "ddp": MODES["ddp"],
         "fsdp": {**MODES["fsdp"], "precision": "fp8"},
     }.items()
 }
 """Where adapters train on a frozen model."""
+
+UNPACKED = "low_level_zero, not fused"
+"""Where sequences cannot be packed."""
 
 DEEP = "low_level_zero, deep"
 """What they are compared with, in BF16."""
@@ -67,7 +78,7 @@ class Said:
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
 
-    def send(self, kind: str, **values: Any) -> None:
+    def show(self, kind: str, **values: Any) -> None:
         self.events.append({"kind": kind, **values})
 
 
@@ -88,7 +99,7 @@ def train_each(options: TrainOptions, tokens: TokenFile, folder: str) -> dict[st
     for name, mode in {**DEEP_MODES, DEEP: MODES["low_level_zero"]}.items():
         modes[name] = {**mode, "model": f"{options.model}-deep"}
 
-    modes |= ADAPTED
+    modes |= ADAPTED | REMEMBERING | PACKED | {UNPACKED: {"batch": 2, "packing": True, "fp8_options": ("fused=false",)}}
     for name, mode in TIED_MODES.items():
         modes[name] = {**mode, "model": f"{options.model}-tied"}
 
@@ -107,7 +118,7 @@ def train_each(options: TrainOptions, tokens: TokenFile, folder: str) -> dict[st
         said = Said()
         try:
             with count_traffic() as traffic:
-                Trainer(task, said, lambda: False, traffic).run()
+                Trainer(task, said.show, lambda: False, traffic).run()
             steps = [event for event in said.events if event["kind"] == "step"]
             found.setdefault(name, {})[kind] = {"steps": steps, "folder": str(task.folder)}
         except Exception:
@@ -115,9 +126,10 @@ def train_each(options: TrainOptions, tokens: TokenFile, folder: str) -> dict[st
         gc.collect()
         dist.barrier()
 
-    for name in (*MODES, *DEEP_MODES, *TIED_MODES, *ADAPTED):
+    for name in (*MODES, *DEEP_MODES, *TIED_MODES, *ADAPTED, *REMEMBERING, *PACKED):
         train(name, "fp8")
         train(name, "fp8", f"{folder}/{name}/fp8/fp8/checkpoints/step-{SAVED:08d}")
-    for name in ("low_level_zero", "low_level_zero, LoRA", DEEP, "ddp"):
+    for name in ("low_level_zero", "low_level_zero, packed", "low_level_zero, LoRA", DEEP, "ddp"):
         train(name, "bf16")
+    train(UNPACKED, "fp8")
     return found

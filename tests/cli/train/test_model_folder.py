@@ -9,7 +9,7 @@ import torch
 
 from fp8booster import FP8Config
 from fp8booster.cli.train import model_folder
-from fp8booster.cli.train.checkpoint import _save_config
+from fp8booster.cli.train.checkpoints import _save_config
 from fp8booster.cli.train.model_folder import (
     build_model,
     folder_config,

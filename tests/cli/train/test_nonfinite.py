@@ -13,11 +13,11 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from fp8booster.cli.train.checkpoints import require_resumable
+from fp8booster.cli.train.data import TokenFile, prepare_tokens
 from fp8booster.cli.train.defaults import resolve
+from fp8booster.cli.train.launch import Task
 from fp8booster.cli.train.options import TrainOptions
-from fp8booster.cli.train.resume import require_resumable
-from fp8booster.cli.train.task import Task
-from fp8booster.cli.train.tokens import TokenFile, prepare_tokens
 from fp8booster.nn.recording import plain_name
 from tests.cli.train.plugin_ranks import Said
 from tests.colossal.models import tiny_llama
@@ -80,7 +80,7 @@ def train_with_fault(options: TrainOptions, tokens: TokenFile) -> tuple[str | No
     task.folder.mkdir(parents=True, exist_ok=True)
     said, ended = Said(), None
     with count_traffic() as traffic:
-        trainer = Trainer(task, said, lambda: False, traffic)
+        trainer = Trainer(task, said.show, lambda: False, traffic)
         overflowing(trainer)
         try:
             trainer.run()
@@ -161,7 +161,7 @@ def train_and_poison(
     said, ended = Said(), None
     with count_traffic() as traffic:
         try:
-            trainer = Trainer(task, said, lambda: signalled and trainer._step + 1 == BAD, traffic)
+            trainer = Trainer(task, said.show, lambda: signalled and trainer._step + 1 == BAD, traffic)
             update = trainer._boosted.update
 
             def update_badly(max_norm: float) -> None:

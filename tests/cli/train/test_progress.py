@@ -9,18 +9,14 @@ FIGURES = {"loss": 2.5, "lr": 1e-3, "grad_norm": 1.0, "tokens_per_second": 9e3}
 
 
 def show(progress: str) -> None:
-    display = make_display(progress)
-    display.begin("fp8")
-    display.show({"kind": "status", "text": "building the model tiny"})
-    display.show({"kind": "start", "done": 0, "steps": STEPS})
-    for step in range(1, STEPS + 1):
-        display.show(
-            {"kind": "step", "step": step, "loss": 2.5, "lr": 1e-3, "grad_norm": 1.0, "tokens_per_second": 9e3}
-        )
-    display.show({"kind": "checkpoint", "folder": "run/step-200", "step": STEPS})
-    display.show({"kind": "status", "text": "saving"})
-    display.show({"kind": "done"})
-    display.end()
+    with make_display(progress, "fp8") as display:
+        display.show("status", text="building the model tiny")
+        display.show("start", done=0, steps=STEPS)
+        for step in range(1, STEPS + 1):
+            display.show("step", step=step, **FIGURES)
+        display.show("checkpoint", folder="run/step-200", step=STEPS)
+        display.show("status", text="saving")
+        display.show("done")
 
 
 def test_a_log_gets_about_twenty_lines(capsys):
@@ -47,11 +43,9 @@ def test_a_bar_ends_full(capsys):
 
 @pytest.mark.parametrize("progress", ["bar", "lines", "none"])
 def test_a_notice_is_shown_whole_by_all(capsys, progress):
-    text = "What the run held of another branch is set aside in " + "runs/[1]/" * 20
-    display = make_display(progress)
-    display.begin("fp8")
-    display.show({"kind": "notice", "text": text})
-    display.end()
+    text = "The last checkpoint of finite values is " + "runs/[1]/" * 20
+    with make_display(progress, "fp8") as display:
+        display.show("notice", text=text)
     assert text in capsys.readouterr().err
 
 

@@ -20,8 +20,6 @@ import torch
 from safetensors.torch import load_file
 
 from fp8booster.checkpoints import write_manifest
-from fp8booster.cli.train import kills
-from fp8booster.monitor.sinks import FILE, read_scales
 from tests.colossal.payload import Payload
 from tests.distributed import TEST_SECONDS
 from tests.programs import Program, run_program
@@ -102,45 +100,6 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(compared, tmp_pa
         assert all(was[name].equal(now[name]) for name in was)
 
 
-def test_a_run_with_delayed_scales_resumes_bit_for_bit_and_records_on(tmp_path, data):
-    options = ("--precision", "fp8", "--steps", 6, "--save", 3, "--record", 1, *data, *SMALL)
-    delayed = ("--fp8-option", "scaling=delayed", "--fp8-option", "always=true")
-    succeed(*options, *delayed, "--out", tmp_path / "whole")
-    whole, resumed, anew = (tmp_path / name / "fp8" for name in ("whole", "resumed", "anew"))
-    checkpoint = whole / "checkpoints" / "step-00000003"
-    succeed("--resume", checkpoint, "--out", tmp_path / "resumed")
-    expected = {step: loss for step, loss in losses(whole).items() if step > 3}
-    assert {step: loss for step, loss in losses(resumed).items() if step > 3} == expected
-    rows = [
-        {(row.step, row.layer, row.role): row for row in read_scales(each / FILE)[1] if row.step > 3}
-        for each in (whole, resumed)
-    ]
-    # the weights of step 4 were cast behind step 3, which the resumed run did not take
-    rows[0] = {key: row for key, row in rows[0].items() if key[0] > 4 or row.role != "weight"}
-    assert rows[0] == rows[1]
-    assert {role for _, _, role in rows[0]} == {"weight", "input", "output gradient", "message"}
-
-    shutil.copytree(checkpoint, tmp_path / "without" / "step-00000003")
-    for file in (tmp_path / "without" / "step-00000003" / "random").iterdir():
-        state = torch.load(file, weights_only=True)
-        assert state.pop("amaxes")
-        torch.save(state, file)
-    write_manifest(tmp_path / "without" / "step-00000003")
-    succeed("--resume", tmp_path / "without" / "step-00000003", "--out", tmp_path / "anew")
-    assert {step: loss for step, loss in losses(anew).items() if step > 3} != expected
-
-
-def test_a_run_with_smooth_swiglu_resumes_bit_for_bit(tmp_path, data):
-    smooth = ("--fp8-option", "scaling=smooth-swiglu", "--fp8-option", "always=true")
-    succeed("--precision", "fp8", "--steps", 4, "--save", 2, "--out", tmp_path / "whole", *smooth, *data, *SMALL)
-    whole, resumed = (tmp_path / name / "fp8" for name in ("whole", "resumed"))
-    succeed("--resume", whole / "checkpoints" / "step-00000002", "--out", tmp_path / "resumed")
-    assert losses(resumed) == {step: loss for step, loss in losses(whole).items() if step > 2}
-    for file in (whole / "checkpoints" / "step-00000004" / "masters").iterdir():
-        was, now = load_file(file), load_file(resumed / file.relative_to(whole))
-        assert all(was[name].equal(now[name]) for name in was)
-
-
 def test_a_checkpoint_resumes_on_another_number_of_processes(compared, tmp_path):
     whole = compared[0] / "bf16"
     checkpoint = whole / "checkpoints" / "step-00000003"
@@ -151,56 +110,14 @@ def test_a_checkpoint_resumes_on_another_number_of_processes(compared, tmp_path)
     assert now[4] != pytest.approx(was[5], rel=1e-4)
 
 
-def test_packed_documents_are_kept_apart_in_both_precisions(tmp_path):
-    source = Path(sysconfig.get_paths()["stdlib"], "ast.py").read_text()
-    (tmp_path / "data").mkdir()
-    for start in range(0, 40000, 150):
-        (tmp_path / "data" / f"{start:05d}.txt").write_text(source[start : start + 150])
-    options = (*SMALL, "--data", tmp_path / "data", "--cache", tmp_path / "cache", "--steps", 2, "--packing")
-    succeed(*options, "--out", tmp_path / "run")
-    bf16, fp8 = (losses(tmp_path / "run" / precision) for precision in ("bf16", "fp8"))
-    assert fp8[2] == pytest.approx(bf16[2], rel=5e-3)
-    succeed(*options, "--no-packing", "--precision", "fp8", "--out", tmp_path / "joined")
-    assert losses(tmp_path / "joined" / "fp8")[1] != pytest.approx(fp8[1], rel=5e-4)
-    unfused = train(*options, "--precision", "fp8", "--fp8-option", "fused=false", "--out", tmp_path / "unfused")
-    assert unfused.returncode != 0
-    assert "--packing is done by fused attention: the model's attention is not fused; leave" in unfused.stderr
-
-
 @pytest.fixture
 def copy(compared, tmp_path) -> Path:
     """A copy of the run in both precisions, to change."""
     return Path(shutil.copytree(compared[0], tmp_path / "run"))
 
 
-def test_a_run_that_goes_on_from_an_earlier_checkpoint_stays_on_that_branch(copy):
-    before = losses(copy / "fp8")
-    changed = ("--steps", 5, "--lr", 1e-4, "--batch", 1)
-    done = train("--resume", copy / "fp8" / "checkpoints" / "step-00000003", *changed)
-    assert done.returncode == 0, done.stderr
-    # three steps of two sequences a rank, and two of one: it goes on in the data where the checkpoint was
-    state = json.loads((copy / "fp8" / "checkpoints" / "step-00000005" / "state.json").read_text())
-    assert state["position"] == 2 * (3 * 2 + 2 * 1)
-    aside = copy / "abandoned-00000004-1"
-    assert f"what {copy / 'fp8'} held of another branch is set aside in {aside}." in done.stderr
-    branch = losses(copy / "fp8")
-    assert branch[5] != before[5]
-
-    done = train("--resume", copy, "--steps", 6)
-    assert done.returncode == 0, done.stderr
-    assert "set aside" not in done.stderr
-    assert list(copy.glob("abandoned-*")) == [aside]
-    after = losses(copy / "fp8")
-    assert list(after) == [1, 2, 3, 4, 5, 6]
-    assert {step: after[step] for step in branch} == branch
-
-    # the branch that was left is a finished run
-    assert "6 steps" in succeed("--resume", aside)
-    assert losses(aside / "fp8") == before
-
-
 def test_a_checkpoint_that_one_rank_cannot_load_leaves_the_run_as_it_was(copy):
-    checkpoint = copy / "fp8" / "checkpoints" / "step-00000003"
+    checkpoint = copy / "fp8" / "checkpoints" / "step-00000006"
     (checkpoint / "random" / "rank-00001.pt").unlink()
     write_manifest(checkpoint)
 
@@ -208,7 +125,7 @@ def test_a_checkpoint_that_one_rank_cannot_load_leaves_the_run_as_it_was(copy):
         return {path: path.read_bytes() for path in copy.rglob("*") if path.is_file() and path.suffix != ".log"}
 
     before = contents()
-    done = train("--resume", checkpoint, "--steps", 5)
+    done = train("--resume", checkpoint, "--steps", 7)
     assert done.returncode == 2
     assert "rank-00001.pt" in done.stderr
     assert contents() == before
@@ -309,25 +226,8 @@ def test_a_rank_that_dies_ends_the_run_with_its_name(tmp_path, data):
     _, said = process.communicate()
     assert process.returncode == 2
     assert "Traceback" not in said
-    assert "error: Rank 1 was ended by signal SIGKILL, and" in said
-    # it counts what it ends itself, where it does
-    assert ("not by the kernel for lack of memory" in said) is (kills.MemoryKills.now().machine is not None)
+    assert "error: Rank 1 was ended by signal SIGKILL. " in said
     assert not psutil.wait_procs(workers, timeout=30)[1]
-
-
-def test_a_rank_that_is_stopped_is_named_within_the_timeout(tmp_path, data):
-    process, workers = begin(tmp_path / "run", "--precision", "bf16", "--timeout", 5, *data)
-    workers[1].suspend()
-    _, said = process.communicate()
-    assert process.returncode == 2
-    assert "Traceback" not in said
-    assert re.search(
-        r"error: Step \d+ has not ended for 5 s: rank 1 does not answer \(stopped, or the machine is gone\), rank 0 "
-        r"waits in \w+ \(.*\), having begun \w+ of \d+ \w+ values; look at",
-        said,
-    ), said
-    assert not psutil.wait_procs(workers, timeout=30)[1]
-    assert "most recent call first" in (tmp_path / "run" / "bf16" / "logs" / "rank-0.log").read_text()
 
 
 def is_told_to_stop(worker: psutil.Process) -> bool:
@@ -340,6 +240,7 @@ def test_a_second_signal_before_a_save_tells_what_was_lost(tmp_path, data):
     process, workers = begin(tmp_path / "run", "--precision", "bf16", *data)
     for worker in workers:
         worker.suspend()  # so that none saves before the second signal
+    wait_until(process, lambda: all(worker.status() == psutil.STATUS_STOPPED for worker in workers))
     process.send_signal(signal.SIGTERM)
     wait_until(process, lambda: all(map(is_told_to_stop, workers)))
     process.send_signal(signal.SIGTERM)
@@ -363,11 +264,11 @@ def test_a_disk_that_is_full_is_told_and_the_run_goes_on_from_what_is_whole(comp
 
 
 def test_code_in_a_checkpoint_does_not_run_and_is_not_recommended(copy, tmp_path):
-    checkpoint = copy / "fp8" / "checkpoints" / "step-00000003"
+    checkpoint = copy / "fp8" / "checkpoints" / "step-00000006"
     for file in (checkpoint / "random").iterdir():
         torch.save({"torch": Payload(tmp_path / "ran")}, file)
     write_manifest(checkpoint)
-    done = train("--resume", checkpoint, "--steps", 4)
+    done = train("--resume", checkpoint, "--steps", 7)
     assert done.returncode == 2
     assert "asks for posix.mkdir" in done.stderr
     assert "do not trust this checkpoint" in done.stderr

@@ -16,7 +16,7 @@ from torch import nn
 
 from fp8booster import convert_to_fp8
 from fp8booster.training.batches import Batches, GlobalBatch
-from fp8booster.training.learning_rate import WarmupCosine
+from fp8booster.training.optimizers import WarmupCosine
 from tests.colossal.models import tiny_llama
 from tests.plugins.gradients import Losses, first_moments
 from tests.plugins.training import Boosted, boost

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from fp8booster.training.learning_rate import WarmupCosine
+from fp8booster.training.optimizers import WarmupCosine
 from tests.colossal.hybrid.runs import MODES, fp8, learn, learn_alone, parts, sizes, start
 from tests.colossal.models import tiny_llama
 from tests.distributed import ranks

@@ -5,7 +5,7 @@ Ranks of a command multiply as those of the campaign do, with which they are com
 
 import os
 
-if "FP8BOOSTER_TRAIN_EVENTS" in os.environ:
+if "TORCHELASTIC_ERROR_FILE" in os.environ:
     from tests.bf16_products import multiply_in_fp32
 
     multiply_in_fp32()
@@ -13,7 +13,7 @@ if "FP8BOOSTER_TRAIN_EVENTS" in os.environ:
 _harm = os.environ.get("FP8BOOSTER_FAULT")  # rank, signal, number of the event, text of the first path, folder
 if _harm is not None:
     _rank, _signal, _number, _first, _folder = _harm.split(",", 4)
-    if os.environ.get("RANK") == _rank and "FP8BOOSTER_TRAIN_EVENTS" in os.environ:
+    if os.environ.get("RANK") == _rank and "TORCHELASTIC_ERROR_FILE" in os.environ:
         if _folder:
             from tests.faults.file_events import FileEvents
 

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from fp8booster.checkpoints import write_manifest
+from fp8booster.cli.train.checkpoints import find_resume, origins, require_resumable, write_run_file
 from fp8booster.cli.train.options import TrainOptions
-from fp8booster.cli.train.resume import find_resume, write_run_file
-from fp8booster.cli.train.run import run
+from fp8booster.cli.train.run import _is_finished, run
 
 
 def checkpoint(folder: Path, step: int, options: dict) -> Path:
@@ -53,7 +54,7 @@ def test_a_run_that_has_saved_nothing_yet_goes_on_from_where_it_began(out, tmp_p
     other = tmp_path / "other"
     other.mkdir()
     options = TrainOptions(out="other", precision="fp8")
-    write_run_file(options, {}, {"fp8": str(origin.relative_to(tmp_path))})
+    write_run_file(options, origins({"fp8": str(origin.relative_to(tmp_path))}))
     monkeypatch.chdir(out)
     assert find_resume(str(other)).checkpoints == {"fp8": str(origin)}
     own = checkpoint(other / "fp8" / "checkpoints", 12, {})
@@ -142,6 +143,41 @@ def test_a_checkpoint_without_its_state_is_not_passed_over(out):
     (out / "fp8" / "checkpoints" / "step-00000020" / "state.json").unlink()
     with pytest.raises(ValueError, match=r"step-00000020/state\.json is missing; copy the checkpoint again"):
         run({}, str(out), "fp8booster train")
+
+
+def test_a_run_does_not_resume_below_checkpoints_that_do_not_lead_to_its_own(out, tmp_path):
+    first, second = sorted((out / "fp8" / "checkpoints").glob("step-*"))
+    for path in (first, second):
+        write_manifest(path)
+    require_resumable(second, out / "fp8", "raise")
+    with pytest.raises(ValueError, match="would not lead to; give another --out"):
+        require_resumable(first, out / "fp8", "raise")
+    require_resumable(first, tmp_path / "new" / "fp8", "raise")
+    # by way of a link they are its own too
+    (out / "fp8" / "checkpoints").rename(tmp_path / "elsewhere")
+    (out / "fp8" / "checkpoints").symlink_to(tmp_path / "elsewhere")
+    require_resumable(tmp_path / "elsewhere" / second.name, out / "fp8", "raise")
+    other = checkpoint(tmp_path / "other" / "fp8" / "checkpoints", 30, {})
+    write_manifest(other)
+    with pytest.raises(ValueError, match="give another --out"):
+        require_resumable(other, out / "fp8", "raise")
+
+
+def test_a_precision_is_finished_with_the_result_of_its_newest_checkpoint_alone(out):
+    folder, newest = out / "fp8", str(out / "fp8" / "checkpoints" / "step-00000020")
+    with pytest.raises(ValueError, match="has done 20 steps and --steps is 20; give more --steps"):
+        _is_finished(newest, folder, 20)  # without its metrics there is nothing to sum up
+    (folder / "metrics.jsonl").touch()
+    assert not _is_finished(newest, folder, 20)
+    for step, finished in ((30, False), (20, True)):
+        (folder / "result.json").write_text(json.dumps({"step": step}))
+        assert _is_finished(newest, folder, 20) is finished
+    assert not _is_finished(newest, folder, 30)
+    (folder / "result.json").write_text('{"step": null}')
+    with pytest.raises(ValueError, match=r"'step' in .*result\.json is null where a whole number belongs"):
+        _is_finished(newest, folder, 20)
+    with pytest.raises(ValueError, match="has done 20 steps and --steps is 10; give more --steps"):
+        _is_finished(newest, folder, 10)
 
 
 def test_a_stray_folder_is_no_checkpoint_of_a_run(out):

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from fp8booster.training.learning_rate import WarmupCosine
+from fp8booster.training.optimizers import WarmupCosine
 
 
 def test_warm_up_cosine_and_floor():

@@ -2,16 +2,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import sysconfig
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from fp8booster.cli.train import tokens
+from fp8booster.cli.train import data as data_module
+from fp8booster.cli.train.data import folder_identity, load_tokenizer, open_corpus, prepare_tokens
 from fp8booster.cli.train.model_folder import load_config
 from fp8booster.cli.train.options import TrainOptions
-from fp8booster.cli.train.tokenizer import folder_identity, load_tokenizer
-from fp8booster.cli.train.tokens import prepare_tokens
 
 TEXT = "def area(radius):\n    return 3.14 * radius ** 2  # π r²\n" * 40
 
@@ -133,7 +134,7 @@ def test_a_tokenizer_that_cannot_be_read_is_told(options, tmp_path, text):
 
 @pytest.mark.parametrize("vocabulary", [256, 2**16, 2**16 + 1, 2**17, 2**31])
 def test_every_token_fits_its_file(vocabulary: int) -> None:
-    dtype = np.dtype(tokens._dtype(vocabulary))
+    dtype = np.dtype(data_module._dtype(vocabulary))
     assert np.iinfo(dtype).max >= vocabulary - 1
     assert dtype.itemsize == (2 if vocabulary <= 2**16 else 4)
 
@@ -150,3 +151,88 @@ def test_a_tokenizer_is_told_by_all_files_that_it_is_read_from(tmp_path):
     with_it = folder_identity(str(tmp_path))
     (tmp_path / "merges.txt").unlink()
     assert folder_identity(str(tmp_path)) == with_it
+
+
+TEXTS = ["first document", "zweites Dokument: äöü"]
+
+
+@pytest.fixture
+def cache(tmp_path) -> Path:
+    return tmp_path / "cache"
+
+
+def read(data: Path | None, cache: Path, column: str = "text") -> list[str]:
+    return list(open_corpus(None if data is None else str(data), column, cache).documents())
+
+
+def test_a_text_file_is_one_document_whatever_its_name(tmp_path, cache):
+    file = tmp_path / "book"
+    file.write_text(TEXTS[1], encoding="utf-8")
+    assert read(file, cache) == [TEXTS[1]]
+
+
+def test_json_lines_parquet_and_saved_datasets(tmp_path, cache):
+    datasets = pytest.importorskip("datasets")
+    lines = tmp_path / "rows.jsonl"
+    lines.write_text("".join(json.dumps({"body": text}) + "\n" for text in TEXTS))
+    table = datasets.Dataset.from_dict({"body": TEXTS})
+    table.to_parquet(tmp_path / "rows.parquet")
+    table.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict(train=table).save_to_disk(tmp_path / "splits")
+    for name in ("rows.jsonl", "rows.parquet", "saved", "splits"):
+        assert read(tmp_path / name, cache, "body") == TEXTS
+    with pytest.raises(ValueError, match=r"no column 'text'; .*--text-column: body"):
+        read(tmp_path / "rows.parquet", cache)
+    lines.write_text('{"body": "no end')
+    with pytest.raises(ValueError, match="cannot be read as json"):
+        read(lines, cache, "body")
+
+
+def test_a_folder_is_read_in_the_order_of_its_names(tmp_path, cache):
+    (tmp_path / "b.md").write_text("second")
+    (tmp_path / "a.txt").write_text("first")
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "d.py").write_text("third")
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG")
+    assert read(tmp_path, cache) == ["first", "second", "third"]
+
+
+def test_without_data_the_standard_library_is_read_and_its_tests_are_not(cache):
+    corpus = open_corpus(None, "text", cache)
+    argparse = Path(sysconfig.get_paths()["stdlib"], "argparse.py").read_text(encoding="utf-8")
+    assert argparse in corpus.documents()
+    assert corpus.size > 5e6
+    assert corpus.identity == open_corpus(None, "text", cache).identity
+
+
+def test_the_identity_follows_the_content(tmp_path, cache):
+    file = tmp_path / "a.txt"
+    identities = []
+    for text in ("one", "two", "one"):
+        file.write_text(text)
+        identities.append(open_corpus(str(file), "text", cache).identity)
+    assert identities[0] == identities[2] != identities[1]
+
+
+def test_what_cannot_be_read_is_told(tmp_path, cache):
+    with pytest.raises(FileNotFoundError, match="does not exist; give a file"):
+        read(tmp_path / "missing.txt", cache)
+    empty = tmp_path / "empty.txt"
+    empty.touch()
+    with pytest.raises(ValueError, match="is empty; point --data at a file with text"):
+        read(empty, cache)
+    binary = tmp_path / "binary.txt"
+    binary.write_bytes(b"abc\xff\xfe")
+    with pytest.raises(ValueError, match=r"binary.txt is not UTF-8 text \(byte 3\)"):
+        read(binary, cache)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with pytest.raises(ValueError, match=r"holds no \.txt"):
+        read(folder, cache)
+
+
+def test_a_pipe_is_told_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path(os.devnull)):
+        with pytest.raises(ValueError, match=f"--data {path} is a pipe or a device, and text is read more"):
+            open_corpus(str(path), "text", tmp_path)

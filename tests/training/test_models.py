@@ -11,8 +11,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8booster import FP8Config, convert_to_fp8, fuse
-from fp8booster.training.models import MODELS, build, prepared
-from fp8booster.training.recomputation import recompute
+from fp8booster.training.models import MODELS, build, prepared, recompute
 from tests.colossal.models import tiny_llama, token_batch
 from tests.distributed import ranks
 
