@@ -29,21 +29,22 @@ def train(**given: Any) -> None:
 
 
 def _flag(name: str, kind: Any, panel: str, help: str, flags: tuple[str, ...] = ()) -> inspect.Parameter:
-    """What typer reads of a parameter; None stands for a flag that was not given."""
+    """Return a parameter as typer reads it; None stands for a flag that was not given."""
     option = typer.Option(*flags, help=help, rich_help_panel=panel)
     annotation = Annotated[(list[str] if kind == tuple[str, ...] else kind) | None, option]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 def flags(*names: str) -> list[inspect.Parameter]:
-    """The flags of fields of `TrainOptions`, as typer reads them; of all fields where none is named."""
+    """Return the flags of fields of `TrainOptions`, as typer reads them; of all fields where none is named."""
     kinds = get_type_hints(TrainOptions)
     fields = [field for field in dataclasses.fields(TrainOptions) if not names or field.name in names]
-    return [_flag(field.name, kinds[field.name], **_shown(field)) for field in fields]
+    shown = ("panel", "help", "flags")
+    return [_flag(each.name, kinds[each.name], **{name: each.metadata[name] for name in shown}) for each in fields]
 
 
 def fields_of(given: dict[str, Any]) -> dict[str, Any]:
-    """What typer gives for flags as fields of `TrainOptions`, without those that were not given."""
+    """Return fields of `TrainOptions` from typer's values of flags, without those that were not given."""
     fields = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     return {name: value for name, value in fields.items() if value is not None}
 
@@ -52,10 +53,6 @@ def take_flags(command: Callable[..., None], parameters: list[inspect.Parameter]
     """Let typer see a command that takes keywords as one with these parameters."""
     command.__signature__ = inspect.Signature(parameters)
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-
-
-def _shown(field: dataclasses.Field[Any]) -> dict[str, Any]:
-    return {name: field.metadata[name] for name in ("panel", "help", "flags")}
 
 
 take_flags(train, [*flags(), _flag("resume", str, PANELS[-1], "Run or checkpoint to continue, with its own options.")])

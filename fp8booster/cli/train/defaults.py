@@ -20,7 +20,7 @@ CPU_PROCESSES = 2
 
 
 class Recipe(NamedTuple):
-    """What one kind of run gets where the user says nothing."""
+    """Settings of one kind of run where the user says nothing."""
 
     steps: int
     batch: int
@@ -45,12 +45,12 @@ _FOLDER_VOCABULARY = 32000
 
 
 def gpu_recipe(model: str) -> Recipe:
-    """What runs of a model on GPUs get."""
+    """Return the settings of a model on GPUs."""
     return _GPU_FOLDER if is_folder(model) else _GPU[model]
 
 
 def resolve(options: TrainOptions, launched: bool) -> TrainOptions:
-    """`options` with every field set; `launched`: under torchrun, which brings the processes and needs `--out`.
+    """Return `options` with every field set; `launched`: under torchrun, which brings the processes and needs `--out`.
 
     Raises ValueError when the model is unknown, when launched processes are given no common folder, and for more
     processes than GPUs.
@@ -88,5 +88,5 @@ def resolve(options: TrainOptions, launched: bool) -> TrainOptions:
 
 
 def cache_folder() -> Path:
-    """Where tokenizers and token files are kept: $XDG_CACHE_HOME/fp8booster, by default ~/.cache/fp8booster."""
+    """Return the folder of tokenizers and token files: $XDG_CACHE_HOME/fp8booster, by default ~/.cache/fp8booster."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fp8booster"

@@ -1,4 +1,4 @@
-"""What `--model` names: a model by its size, or a folder in Hugging Face's format, checked before ranks start."""
+"""The model that `--model` names: a size, or a folder in Hugging Face's format, checked before ranks start."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TRAINED_WITHOUT_SHIFT = ("cpmant", "xlm", "xlnet")
 
 
 def is_folder(model: str) -> bool:
-    """Whether `model` names a folder rather than a size.
+    """Tell whether `model` names a folder rather than a size.
 
     Raises ValueError when it is neither a size nor a folder with a config.json.
     """
@@ -52,7 +52,7 @@ def is_folder(model: str) -> bool:
 
 
 def _saved_in(folder: Path) -> Path | None:
-    """The model in a checkpoint, or in a run's newest one, of a run in both precisions that trained in FP8."""
+    """Return the model in a checkpoint, or in a run's newest one; of a run in both precisions that of FP8."""
     newest = (newest_checkpoint(folder / precision / "checkpoints") for precision in ("fp8", "bf16"))
     models = (checkpoint / "model" for checkpoint in (folder, *newest) if checkpoint is not None)
     return next((model for model in models if (model / "config.json").is_file()), None)
@@ -64,7 +64,7 @@ def has_weights(folder: str) -> bool:
 
 
 def load_config(model: str, vocabulary: int, sequence: int) -> PretrainedConfig:
-    """The config of a size, with embeddings for `vocabulary` tokens, or of a folder.
+    """Return the config of a size, with embeddings for `vocabulary` tokens, or of a folder.
 
     Raises ValueError when the folder's model is no causal language model, or too small for the vocabulary or the
     sequence.
@@ -88,7 +88,7 @@ def load_config(model: str, vocabulary: int, sequence: int) -> PretrainedConfig:
 
 
 def folder_config(folder: str) -> PretrainedConfig:
-    """The config of a folder in Hugging Face's format, without what it says of FP8 weights.
+    """Return the config of a folder in Hugging Face's format, without what it says of FP8 weights.
 
     Raises ValueError when transformers cannot read it, for weights quantized in a form that fp8booster does not read,
     and for a model that does not predict the next token of text.
@@ -167,7 +167,7 @@ _MOST_EXPERTS = 2**16
 
 
 def _require_sizes(config: Mapping[str, Any], file: Path) -> None:
-    """Raise ValueError for fields that count nothing, or more than any model has."""
+    """Raise ValueError for sizes below 1, or beyond those of any model."""
     for name in _SIZES:
         size = config.get(name)
         if size is not None and (type(size) is not int or size < 1):
@@ -176,7 +176,7 @@ def _require_sizes(config: Mapping[str, Any], file: Path) -> None:
 
 
 def _require_bounds(config: Mapping[str, Any], file: Path) -> None:
-    """Raise ValueError for fields that count more than any model has, of parts too."""
+    """Raise ValueError for sizes beyond those of any model, in nested configs too."""
     largest: dict[int, int] = {}
     for name, size in config.items():
         if isinstance(size, dict):
@@ -194,7 +194,7 @@ def _require_bounds(config: Mapping[str, Any], file: Path) -> None:
 
 
 def _require_heads(config: Mapping[str, Any], file: Path) -> None:
-    """Raise ValueError for heads that do not divide what is theirs, in models with rotary embeddings."""
+    """Raise ValueError for attention heads that do not divide hidden or query sizes, with rotary embeddings."""
     heads, shared, head, hidden, theta, parameters, partial = (
         config.get(name) for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", *_ROTARY)
     )
@@ -232,7 +232,7 @@ def require_buildable(folder: str) -> None:
 
 
 def _is_encoder(config: PretrainedConfig) -> bool:
-    """Whether transformers would build a model that attends to later tokens, BERT's kin without `is_decoder`."""
+    """Tell whether the model would attend to later tokens, as BERT and its kin do without `is_decoder`."""
     from transformers import MODEL_FOR_MASKED_LM_MAPPING
 
     either = type(config) in MODEL_FOR_MASKED_LM_MAPPING or config.model_type == "bert-generation"
@@ -273,21 +273,16 @@ def build_model(
     frozen: FP8Config | None = None,
     one_by_one: bool = False,
 ) -> PreTrainedModel:
-    """The model on `device`, in training mode: weights from the folder if it holds any, else at random.
+    """Return the model in training mode: weights from the folder if it holds any, else at random.
 
     The random weights follow torch's seed on that kind of device, so equal seeds give equal weights on all ranks.
+    Raises ValueError for weights in the folder that cannot be read, or do not fit its config.
 
     Args:
         model: a size or a folder.
-        config: of the model.
-        device: where it goes.
-        checkpointing: whether layers compute their activations again in backward, or how many do.
-        dtype: of its weights.
-        frozen: its layers keep their weights in FP8, one byte a value, and train no more; none is whole in `dtype`.
+        checkpointing: True, or the number of layers that compute their activations again in backward.
+        frozen: layers keep their weights in FP8, one byte a value, and train no more; none is whole in `dtype`.
         one_by_one: draw random weights as those of frozen layers are drawn before their casts.
-
-    Raises:
-        ValueError: the folder's weights cannot be read, or do not fit its config.
     """
     if not (is_folder(model) and has_weights(model)):
         if frozen is None and not one_by_one:

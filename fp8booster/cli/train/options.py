@@ -1,4 +1,4 @@
-"""What a run is asked to do: `TrainOptions`, the flags that give them, and their checks."""
+"""`TrainOptions`, the settings of a run: their flags, defaults and checks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fp8booster.training.optimizers import OPTIMIZERS
 from fp8booster.training.parallel import MODES_OF_OWN_RANKS, MODES_OF_TENSOR_RANKS, WITH_MASTERS, Parallel
 
 PRECISIONS = {"bf16": ("bf16",), "fp8": ("fp8",), "compare": ("bf16", "fp8")}
-"""The runs, in order, that each value of `--precision` stands for."""
+"""The runs, in order, of each value of `--precision`."""
 
 PLUGINS = tuple(name for name in parallel.PLUGINS if name != "moe")
 """The plugins whose runs can be saved and resumed."""
@@ -37,10 +37,10 @@ _MODEL, _TRAINING, _MACHINE, _RUN = PANELS = ("Model and data", "Training", "Mac
 """The parts of `fp8booster train --help`."""
 
 MOST_PROCESSES = 2**16
-"""That a run, or a plan, may be asked for."""
+"""The most of a run, or of a plan."""
 
 Rule = tuple[Callable[[Any], bool], str]
-"""Whether a value is allowed, and which are."""
+"""A test of a value, and the allowed values in words."""
 
 
 def at_least(least: float) -> Rule:
@@ -266,20 +266,20 @@ class TrainOptions:
             )
 
     def of_precision(self, precision: str) -> TrainOptions:
-        """Return those of the run in one precision, without what others alone read."""
+        """Return the options of the run in one precision, without those of others alone."""
         return dataclasses.replace(self, precision=precision, **(_OF_FP8 if precision == "bf16" else {}))
 
     @property
     def recomputed(self) -> bool | int:
-        """Whether layers compute their activations again in backward, or how many."""
+        """True, or the number of layers, where activations are computed again in backward."""
         return self.checkpointed_layers or self.checkpointing
 
     def saves_codes(self, precision: str) -> bool:
-        """Whether the run in one precision saves codes of moments."""
+        """Tell whether the run in one precision saves codes of moments."""
         return self.save_codes and self.optimizer_of(precision) == "adamw-8bit" and self.plugin in WITH_MASTERS
 
     def optimizer_of(self, precision: str) -> str:
-        """The optimizer's name in a run in one precision; a level has one for FP8."""
+        """Return the optimizer's name in a run in one precision; a level has one for FP8."""
         if self.optimizer is not None or self.level is None or precision != "fp8":
             return self.optimizer or "adamw"
         of_level = level(self.level).optimizer
@@ -287,7 +287,7 @@ class TrainOptions:
 
     @property
     def parallel(self) -> Parallel:
-        """How ranks share model and data."""
+        """The division of model and data among the ranks."""
         return Parallel(
             plugin=self.plugin,
             zero=self.stage,
@@ -299,7 +299,7 @@ class TrainOptions:
         )
 
     def global_batch(self, world_size: int) -> GlobalBatch:
-        """How a step is divided among `world_size` processes; for resolved options.
+        """Return the division of a step among `world_size` processes, from resolved options.
 
         Raises ValueError when the processes or the sequence cannot be divided as the options want.
         """
@@ -313,9 +313,9 @@ class TrainOptions:
 
     @classmethod
     def from_file(cls, values: dict[str, Any], file: Path, remedy: str) -> TrainOptions:
-        """Options from what `dataclasses.asdict` made of them, by way of the JSON in `file`.
+        """Return options from their `dataclasses.asdict`, by way of the JSON in `file`.
 
-        Raises ValueError for options that are none, or not of their type.
+        Raises ValueError for unknown options and for values of another type.
         """
         name = str(file)
         known = {field: _json_types(hint) for field, hint in get_type_hints(cls).items()}
@@ -331,7 +331,7 @@ class TrainOptions:
 
 
 _OF_FP8: dict[str, Any] = {"level": None, "fp8_options": (), "record": 0}
-"""Options that runs in FP8 alone read, with their defaults."""
+"""Options of runs in FP8 alone, with their defaults."""
 
 
 def flag_of(name: str) -> str:
@@ -341,6 +341,6 @@ def flag_of(name: str) -> str:
 
 
 def _json_types(hint: Any) -> tuple[type, ...]:
-    """The types of an option's value in JSON."""
+    """Return the types of an option's value in JSON."""
     kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
     return tuple(list if get_origin(kind) is tuple else kind for kind in kinds)

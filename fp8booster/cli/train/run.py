@@ -6,7 +6,7 @@ import dataclasses
 import shlex
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from .progress import make_display, plain_console
 from .summary import layer_lines, machine, render, write_summary
 
 _CHANGED_AT_ANY_TIME = {"steps", "out", "save", "keep", "progress", "cache", "nproc", "save_codes", "record"}
-"""Options that say nothing of steps that a run has taken."""
+"""Options that change nothing in steps already taken."""
 
 _OF_ADAPTERS = ("lora", "lora_alpha", "lora_targets")
 
@@ -64,10 +64,13 @@ def run(given: dict[str, Any], resume: str | None, command: str) -> int:
     require_fp8_here(options)
     if is_folder(options.model):
         require_buildable(options.model)
-    _require_layers(options)
+    sized = MODELS.get(options.model)
+    config = folder_config(options.model) if sized is None else sized.config(sized.sequence)
+    require_layers(config, options.checkpointed_layers)
     options = resolve(options, is_launched())
-    with _held(Path(options.out), new=resume is None) if is_main() else nullcontext():
-        return _run(options, checkpoints, command, sorted(given.keys() - _CHANGED_AT_ANY_TIME))
+    if is_main() and resume is None:
+        _require_free(Path(options.out))
+    return _run(options, checkpoints, command, sorted(given.keys() - _CHANGED_AT_ANY_TIME))
 
 
 def _require_effect(given: dict[str, Any], options: TrainOptions) -> None:
@@ -83,34 +86,28 @@ def _require_effect(given: dict[str, Any], options: TrainOptions) -> None:
         )
 
 
-@contextmanager
-def _held(out: Path, new: bool) -> Iterator[None]:
-    """Keep other commands out of a run's folder. Raises ValueError when it is not free."""
-    if new and any(out.glob("*/metrics.jsonl")):
+def _require_free(out: Path) -> None:
+    """Raise ValueError for a folder in which a new run would write over something."""
+    if any(out.glob("*/metrics.jsonl")):
         raise ValueError(f"{out} already holds a run; continue it with --resume {out}, or give another --out.")
-    if new and not (out / RUN_FILE).exists() and (taken := [name for name in _WRITTEN if (out / name).exists()]):
+    if not (out / RUN_FILE).exists() and (taken := [name for name in _WRITTEN if (out / name).exists()]):
         raise ValueError(
             f"{out} is no run's folder and has {', '.join(taken)}, which a run would write; give another --out."
         )
     file = next((path for path in (out, *out.parents) if path.exists() and not path.is_dir()), None)
     if file is not None:
         raise ValueError(f"--out is {out}, and {file} is a file; give a folder.")
-    made = [folder for folder in (out, *out.parents) if not folder.exists()]
+
+
+@contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    """Keep other commands out of a run's folder. Raises ValueError when one is in it."""
     out.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(out / ".lock", blocking=False)
     try:
-        lock.acquire()
+        with FileLock(out / ".lock", blocking=False):
+            yield
     except Timeout:
         raise ValueError(f"Another process is training in {out}; wait for it, or give another --out.") from None
-    try:
-        yield
-    finally:
-        if not (out / RUN_FILE).exists():  # refused: nothing was begun
-            (out / ".lock").unlink(missing_ok=True)
-            with suppress(OSError):  # somebody put something there
-                for folder in made:
-                    folder.rmdir()
-        lock.release()
 
 
 def _run(options: TrainOptions, checkpoints: dict[str, str], command: str, given: list[str]) -> int:
@@ -122,40 +119,29 @@ def _run(options: TrainOptions, checkpoints: dict[str, str], command: str, given
     with make_display(options.progress if is_main() else "none", "data") as display:
         tokens = prepare_tokens(options, lambda text: display.show("status", text=text))
     options.global_batch(ranks(options)).require(tokens.count)
-    _check_model(options, tokens.vocabulary)
-    about = {"command": command, **machine(), **origins(checkpoints)}
-    if is_main() and not (out / RUN_FILE).exists():
-        write_run_file(options, about)
-    store = serve_store()
-    for precision in PRECISIONS[options.precision]:
-        if precision in done:
-            continue
-        task = Task(options=options, precision=precision, tokens=tokens, resume=checkpoints.get(precision), about=about)
-        if not run_ranks(task, store):
-            if is_main():
-                _tell_interrupted(task)
-            return INTERRUPTED
-    if is_main():
-        _sum_up(options, command, tokens)
+    vocabulary = tokens.vocabulary if is_folder(options.model) else options.vocabulary
+    require_shareable(load_config(options.model, vocabulary, options.sequence), options.parallel)
+    with _locked(out) if is_main() else nullcontext():  # nothing is written there before all is checked
+        about = {"command": command, **machine(), **origins(checkpoints)}
+        if is_main() and not (out / RUN_FILE).exists():
+            write_run_file(options, about)
+        store = serve_store()
+        for precision in PRECISIONS[options.precision]:
+            if precision in done:
+                continue
+            resume = checkpoints.get(precision)
+            task = Task(options=options, precision=precision, tokens=tokens, resume=resume, about=about)
+            if not run_ranks(task, store):
+                if is_main():
+                    _tell_interrupted(task)
+                return INTERRUPTED
+        if is_main():
+            _sum_up(options, command, tokens)
     return 0
 
 
-def _check_model(options: TrainOptions, vocabulary: int) -> None:
-    """Raise ValueError for a model that does not go with the tokenizer, the sequence or the ranks that share it."""
-    if not is_folder(options.model):
-        vocabulary = options.vocabulary
-    require_shareable(load_config(options.model, vocabulary, options.sequence), options.parallel)
-
-
-def _require_layers(options: TrainOptions) -> None:
-    """Raise ValueError for more layers to checkpoint than the model has, before anything is read or made."""
-    sized = MODELS.get(options.model)
-    config = folder_config(options.model) if sized is None else sized.config(sized.sequence)
-    require_layers(config, options.checkpointed_layers)
-
-
 def _changed(options: TrainOptions, given: dict[str, Any]) -> TrainOptions:
-    """The options of a resumed run with those given anew."""
+    """Return the options of a resumed run with those given anew."""
     for name in ("model", "precision", "plugin", *_OF_ADAPTERS):
         value, flag = getattr(options, name), "--" + name.replace("_", "-")
         if given.get(name, value) == value:
@@ -172,9 +158,9 @@ def _changed(options: TrainOptions, given: dict[str, Any]) -> TrainOptions:
 
 
 def _finished(checkpoints: dict[str, str], options: TrainOptions, given: list[str]) -> set[str]:
-    """The precisions that a resumed run has no step left for.
+    """Return the precisions that a resumed run has no step left for.
 
-    Raises ValueError where that is all of them, and options are given that would change what they were trained with.
+    Raises ValueError where that is all of them, and options are given that would change their training.
     """
     precisions = PRECISIONS[options.precision]
     done = {
@@ -242,7 +228,7 @@ def _sum_up(options: TrainOptions, command: str, tokens: TokenFile) -> None:
 
 
 def drawn_page(out: Path) -> str:
-    """Draw the page of what FP8 did to each tensor; says what to change, and where the page is or why there is none."""
+    """Draw the page of scales; return the advice on it, and where the page is or why there is none."""
     from fp8booster.cli.plot.page import write_page
 
     try:

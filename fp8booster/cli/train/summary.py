@@ -24,7 +24,7 @@ _PACKAGES = ("torch", "colossalai", "transformers")
 
 
 def rows(columns: list[RunFigures]) -> list[list[str]]:
-    """The table's lines: a title, a value for each column."""
+    """Return the table's lines: a title, a value for each column."""
     first = columns[0]
     table = [
         ["final loss", *(f"{column.final_loss:.4f}" for column in columns)],
@@ -41,7 +41,7 @@ def rows(columns: list[RunFigures]) -> list[list[str]]:
 
 
 def render(columns: list[RunFigures], title: str) -> Table:
-    """The table for a terminal."""
+    """Return the table for a terminal."""
     table = Table(title=title, title_justify="left", caption_justify="left")
     table.add_column("")
     for column in columns:
@@ -52,7 +52,7 @@ def render(columns: list[RunFigures], title: str) -> Table:
 
 
 def layer_lines(columns: list[RunFigures]) -> list[str]:
-    """Which layers are not in FP8, and why, for the runs that have some in FP8."""
+    """Return the layers that are not in FP8, with the reasons, for the runs that have some in FP8."""
     return [
         f"{column.precision.upper()} run, not in FP8: {layers}"
         for column in columns
@@ -62,7 +62,7 @@ def layer_lines(columns: list[RunFigures]) -> list[str]:
 
 
 def machine() -> dict[str, str]:
-    """Hardware, versions and date, for the head of a result."""
+    """Return hardware, versions and date, for the head of a result."""
     if torch.cuda.is_available():
         hardware = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
     else:

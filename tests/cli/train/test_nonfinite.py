@@ -234,7 +234,7 @@ def test_where_bad_steps_are_taken_bad_states_are_marked_and_the_last_good_one_s
     assert f"After step {BAD} weights or optimizer states are NaN or infinite, and saved as such." in first[3][0]
     assert GOOD in first[3][0]
     marked = tmp_path / "fp8" / "checkpoints" / last
-    with pytest.raises(ValueError, match=f"{last} has weights or .* NaN or infinite; go on .*--resume .*{GOOD}, with"):
+    with pytest.raises(ValueError, match=f"{last} has weights or .* NaN or infinite; resume .*--resume .*{GOOD}, with"):
         require_resumable(marked, "skip")
     require_resumable(marked, "warn")
     require_resumable(marked.with_name(GOOD), "raise")
@@ -248,7 +248,7 @@ def test_a_checkpoint_that_became_bad_is_refused_after_it_was_loaded(prepared, t
     next(iter(tensors.values())).view(-1)[0] = math.inf
     save_file(tensors, masters, metadata)
     for ended, left, _, _ in run_poisoned(prepared, tmp_path, "", resume=str(checkpoint)):
-        assert ended.startswith(f"{checkpoint} has weights or optimizer states that are NaN or infinite; go on from")
+        assert ended.startswith(f"{checkpoint} has weights or optimizer states that are NaN or infinite; resume from")
         assert f"--resume {checkpoint.with_name(GOOD)}, with a lower --lr" in ended
         assert left == [GOOD, WORSE]
     first, _ = run_poisoned(prepared, tmp_path, "", resume=str(checkpoint), on_nonfinite="warn")

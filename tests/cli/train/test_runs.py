@@ -140,7 +140,7 @@ def test_a_checkpoint_with_a_changed_file_is_refused_and_the_one_before_is_named
     done = train("--resume", copy, "--steps", 7)
     assert done.returncode == 2
     assert f"error: {newest} is broken: masters/{masters.name} is of another step, or changed; " in done.stderr
-    assert f"--resume {before}." in done.stderr
+    assert f"--resume {before} with another --out." in done.stderr
     # of a run that is finished no checkpoint is read
     assert "6 steps" in succeed("--resume", copy)
     # nor is the other one, which is broken too
