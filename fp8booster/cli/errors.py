@@ -1,42 +1,18 @@
-"""Errors of use, and of the machine, as sentences in place of tracebacks."""
+"""Errors of use on the command line: a sentence in place of a traceback."""
 
 from __future__ import annotations
 
-import errno
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
 
-from fp8booster.reading import first_line
-
-if TYPE_CHECKING:
-    from fp8booster.cli.train.launch import Task
+from fp8booster.cli.train.errors import USER_ERRORS, OutOfMemory
 
 EXIT_CODE = 2
-
-USER_ERRORS = (ValueError, TypeError, OSError)
-"""What the package raises when it is used wrongly, with a sentence that says what to do; others are defects."""
-
-_FULL_DISK = (
-    "No space left on device",
-    "Disk quota exceeded",
-    "File too large",
-    "PytorchStreamWriter failed writing",
-    "iostream error",  # torch, of a file that it writes
-)
-
-
-class OutOfMemory(ChildProcessError):
-    """What a run wants does not fit on a GPU."""
-
-    def __init__(self, message: str, gpu_memory: int, task: Task) -> None:
-        """`gpu_memory` is the GPU's, in bytes; `task` was to be done."""
-        super().__init__(message)
-        self.gpu_memory, self.task = gpu_memory, task
 
 
 class OneSentenceErrors(TyperGroup):
@@ -70,49 +46,3 @@ def _sentence(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror and error.filename:  # of the system: no number, no repr
         return f"{error.filename}: {error.strerror}."
     return str(error) or type(error).__name__
-
-
-def describe(error: BaseException) -> str:
-    """Return an error as one sentence for the user."""
-    if _is_out_of_memory(error):
-        return (
-            "A GPU ran out of memory; lower --batch or --sequence, add --checkpointing, or use more processes "
-            f"({str(error).partition('. ')[0]})."
-        )
-    if (refused := refused_write(error)) is not None:
-        return (
-            f"The disk took no more ({first_line(refused)}); make room and --resume the run, whose checkpoints of "
-            "before are whole."
-        )
-    if isinstance(error, USER_ERRORS):
-        return str(error)
-    return f"{type(error).__name__}: {first_line(error)}"
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    return type(error).__name__ == "OutOfMemoryError"  # torch's, which the command does not import for its --help
-
-
-def exhausted_memory(error: BaseException) -> int | None:
-    """Return the bytes of this rank's GPU where the error is that they did not suffice."""
-    if not _is_out_of_memory(error):
-        return None
-    import torch
-
-    return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-
-
-def refused_write(error: BaseException | None) -> BaseException | None:
-    """Return the error of Python, safetensors or torch that a write failed for want of room; None where there is none.
-
-    It is the error or one that it arose from: torch fails once more as it closes a file that it could not write.
-    """
-    while error is not None:
-        if isinstance(error, OSError):
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        else:
-            full = any(words in str(error) for words in _FULL_DISK)
-        if full:
-            return error
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return None

@@ -15,8 +15,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from fp8booster.cli.errors import OutOfMemory
 from fp8booster.cli.train.defaults import gpu_recipe
+from fp8booster.cli.train.errors import OutOfMemory
 from fp8booster.cli.train.key_values import check_plugin, fp8_config
 from fp8booster.cli.train.launch import ranks
 from fp8booster.cli.train.model_folder import is_folder, require_buildable, require_layers, require_shareable

@@ -24,9 +24,8 @@ from torch.distributed.elastic.multiprocessing import (
     start_processes,
 )
 
-from fp8booster.cli.errors import OutOfMemory
-
 from .data import TokenFile
+from .errors import OutOfMemory
 from .options import TrainOptions
 
 _POLL = 0.1  # seconds between looks at the processes

@@ -15,9 +15,9 @@ from typing import TextIO
 
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
 
-from fp8booster.cli.errors import USER_ERRORS, describe, exhausted_memory, refused_write
 from fp8booster.training.ranks import StopRequest
 
+from .errors import USER_ERRORS, describe, exhausted_memory, refused_write
 from .launch import Task
 from .progress import make_display
 

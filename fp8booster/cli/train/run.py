@@ -15,7 +15,6 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 
 from fp8booster.checkpoints import newest_checkpoint
-from fp8booster.cli.errors import describe
 from fp8booster.cli.instructions import avoid_trapping_instructions
 from fp8booster.cli.metrics import REMOVE, read_figures, read_metrics
 from fp8booster.cli.plot.run import PAGE, read_run, scales_file
@@ -25,6 +24,7 @@ from fp8booster.training.models import MODELS
 from .checkpoints import RUN_FILE, find_resume, is_own, origins, read_state, require_resumable, write_run_file
 from .data import TokenFile, folder_has_tokenizer, prepare_tokens
 from .defaults import resolve
+from .errors import describe
 from .key_values import check_plugin, require_fp8_here
 from .launch import Task, is_launched, is_main, ranks, run_ranks, serve_store
 from .model_folder import folder_config, is_folder, load_config, require_buildable, require_layers, require_shareable

@@ -19,11 +19,11 @@ from rich.console import Console
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from typer.testing import CliRunner
 
-from fp8booster.cli.errors import OutOfMemory
 from fp8booster.cli.main import app
 from fp8booster.cli.plan import dry_run, planning
 from fp8booster.cli.plan.configurations import GIB, GPUS, MASTERS, MOMENTS, RESERVED, Configuration, Gpu, configurations
 from fp8booster.cli.plan.planning import _count, _end_with_the_command, as_record, show
+from fp8booster.cli.train.errors import OutOfMemory
 from fp8booster.cli.train.options import TrainOptions
 from fp8booster.kernels import device
 from fp8booster.monitor.memory import ACTIVATIONS, BACKWARD, FORWARD
@@ -165,8 +165,8 @@ def _last_options(options: TrainOptions) -> tuple[str, ...]:
 
 
 def test_a_run_out_of_memory_shows_what_takes_it(monkeypatch, capsys):
-    error = OutOfMemory("A GPU ran out of memory", 80 * GIB)
-    error.task = SimpleNamespace(options=TrainOptions(model="7b", batch=2, sequence=4096, nproc=2), precision="fp8")
+    task = SimpleNamespace(options=TrainOptions(model="7b", batch=2, sequence=4096, nproc=2), precision="fp8")
+    error = OutOfMemory("A GPU ran out of memory", 80 * GIB, task)
     asked = []
 
     def make_plan(options: TrainOptions, tokens: int, gpu: Gpu) -> list[Configuration]:
@@ -183,8 +183,8 @@ def test_a_run_out_of_memory_shows_what_takes_it(monkeypatch, capsys):
 
 
 def test_a_run_out_of_memory_that_cannot_be_counted_is_told_why(monkeypatch, capsys):
-    error = OutOfMemory("A GPU ran out of memory", 80 * GIB)
-    error.task = SimpleNamespace(options=TrainOptions(batch=2, sequence=64, nproc=1), precision="fp8")
+    task = SimpleNamespace(options=TrainOptions(batch=2, sequence=64, nproc=1), precision="fp8")
+    error = OutOfMemory("A GPU ran out of memory", 80 * GIB, task)
 
     def make_plan(*_: object) -> list[Configuration]:
         raise TypeError("this model reads values")
@@ -195,8 +195,8 @@ def test_a_run_out_of_memory_that_cannot_be_counted_is_told_why(monkeypatch, cap
 
 
 def test_a_run_on_several_machines_is_explained_with_all_its_ranks(monkeypatch):
-    error = OutOfMemory("A GPU ran out of memory", 80 * GIB)
-    error.task = SimpleNamespace(options=TrainOptions(batch=2, sequence=64, nproc=8), precision="fp8")
+    task = SimpleNamespace(options=TrainOptions(batch=2, sequence=64, nproc=8), precision="fp8")
+    error = OutOfMemory("A GPU ran out of memory", 80 * GIB, task)
     asked = []
     monkeypatch.setattr(planning, "make_plan", lambda options, *_: asked.append(options.nproc) or plan(60, 90))
     for name, value in (("RANK", "8"), ("WORLD_SIZE", "16")):
@@ -206,8 +206,8 @@ def test_a_run_on_several_machines_is_explained_with_all_its_ranks(monkeypatch):
 
 
 def test_a_run_with_adapters_is_not_explained_as_one_that_trains_all_weights(monkeypatch, capsys):
-    error = OutOfMemory("A GPU ran out of memory", 80 * GIB)
-    error.task = SimpleNamespace(options=TrainOptions(batch=2, sequence=64, nproc=1, lora=8), precision="fp8")
+    task = SimpleNamespace(options=TrainOptions(batch=2, sequence=64, nproc=1, lora=8), precision="fp8")
+    error = OutOfMemory("A GPU ran out of memory", 80 * GIB, task)
     monkeypatch.setattr(planning, "make_plan", lambda *_: plan(60, 90))
     planning.explain(error)
     text = capsys.readouterr().err

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing import ProcessFailure
 
-from fp8booster.cli.errors import OutOfMemory
 from fp8booster.cli.train import launch
 from fp8booster.cli.train.data import TokenFile
+from fp8booster.cli.train.errors import OutOfMemory
 from fp8booster.cli.train.launch import Task
 from fp8booster.cli.train.options import TrainOptions
 

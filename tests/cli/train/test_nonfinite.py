@@ -235,9 +235,9 @@ def test_where_bad_steps_are_taken_bad_states_are_marked_and_the_last_good_one_s
     assert GOOD in first[3][0]
     marked = tmp_path / "fp8" / "checkpoints" / last
     with pytest.raises(ValueError, match=f"{last} has weights or .* NaN or infinite; resume .*--resume .*{GOOD}, with"):
-        require_resumable(marked, "skip")
-    require_resumable(marked, "warn")
-    require_resumable(marked.with_name(GOOD), "raise")
+        require_resumable(marked, tmp_path / "fp8", "skip")
+    require_resumable(marked, tmp_path / "fp8", "warn")
+    require_resumable(marked.with_name(GOOD), tmp_path / "other" / "fp8", "raise")
 
 
 def test_a_checkpoint_that_became_bad_is_refused_after_it_was_loaded(prepared, tmp_path) -> None:
