@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from torch.distributed.elastic.multiprocessing import (
     DefaultLogsSpecs,
     PContext,
@@ -104,6 +105,7 @@ def run_ranks(task: Task, store: dist.TCPStore | None) -> bool:
             signalled, failures = _wait(context)
         finally:
             context.close(signal.SIGKILL)
+            Console(stderr=True).show_cursor()  # which the bar of a rank that was killed has hidden
     if failures and not (signalled and all(failure.exitcode < 0 for failure in failures.values())):
         raise _cause({int(environments[place]["RANK"]): failure for place, failure in failures.items()}, task)
     return not failures and task.result.exists()

@@ -41,8 +41,11 @@ REMEMBERING: dict[str, dict[str, Any]] = {
 }
 """Where casts remember amaxes."""
 
-PACKED: dict[str, dict[str, Any]] = {"low_level_zero, packed": {"batch": 2, "packing": True}}
-"""Where a token attends to its own document alone."""
+SHORT: dict[str, dict[str, Any]] = {
+    "low_level_zero, packed": {"batch": 2, "packing": True},
+    "low_level_zero, joined": {"batch": 2},
+}
+"""On documents shorter than a sequence."""
 
 _PIPELINE = {"plugin": "hybrid", "pp": 2, "batch": 2, "accumulate": 2}
 DEEP_MODES: dict[str, dict[str, Any]] = {
@@ -82,7 +85,7 @@ class Said:
         self.events.append({"kind": kind, **values})
 
 
-def train_each(options: TrainOptions, tokens: TokenFile, folder: str) -> dict[str, dict[str, Any]]:
+def train_each(options: TrainOptions, tokens: TokenFile, short: TokenFile, folder: str) -> dict[str, dict[str, Any]]:
     """Train in every mode in FP8, from the start and from the checkpoint in the middle, and some modes in BF16.
 
     By mode and kind of run: its steps and its folder, or the traceback.
@@ -99,7 +102,7 @@ def train_each(options: TrainOptions, tokens: TokenFile, folder: str) -> dict[st
     for name, mode in {**DEEP_MODES, DEEP: MODES["low_level_zero"]}.items():
         modes[name] = {**mode, "model": f"{options.model}-deep"}
 
-    modes |= ADAPTED | REMEMBERING | PACKED | {UNPACKED: {"batch": 2, "packing": True, "fp8_options": ("fused=false",)}}
+    modes |= ADAPTED | REMEMBERING | SHORT | {UNPACKED: {"batch": 2, "packing": True, "fp8_options": ("fused=false",)}}
     for name, mode in TIED_MODES.items():
         modes[name] = {**mode, "model": f"{options.model}-tied"}
 
@@ -109,7 +112,7 @@ def train_each(options: TrainOptions, tokens: TokenFile, folder: str) -> dict[st
         task = Task(
             options=dataclasses.replace(options, out=str(out), record=SAMPLED, **modes[name]),
             precision=precision,
-            tokens=tokens,
+            tokens=short if name in SHORT else tokens,
             resume=resume,
         )
         task.folder.mkdir(parents=True, exist_ok=True)
@@ -126,7 +129,7 @@ def train_each(options: TrainOptions, tokens: TokenFile, folder: str) -> dict[st
         gc.collect()
         dist.barrier()
 
-    for name in (*MODES, *DEEP_MODES, *TIED_MODES, *ADAPTED, *REMEMBERING, *PACKED):
+    for name in (*MODES, *DEEP_MODES, *TIED_MODES, *ADAPTED, *REMEMBERING, *SHORT):
         train(name, "fp8")
         train(name, "fp8", f"{folder}/{name}/fp8/fp8/checkpoints/step-{SAVED:08d}")
     for name in ("low_level_zero", "low_level_zero, packed", "low_level_zero, LoRA", DEEP, "ddp"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shutil
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -21,10 +23,10 @@ from tests.cli.train.plugin_ranks import (
     DEEP,
     DEEP_MODES,
     MODES,
-    PACKED,
     REMEMBERING,
     SAMPLED,
     SAVED,
+    SHORT,
     STEPS,
     TIED_MODES,
     UNPACKED,
@@ -51,10 +53,11 @@ def network(layers: int = 2) -> LlamaForCausalLM:
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What rank 0 found."""
     folder = tmp_path_factory.mktemp("plugins")
-    source = Path(sysconfig.get_paths()["stdlib"], "ast.py").read_text()
-    (folder / "text").mkdir()
-    for start in range(0, len(source), 150):  # documents shorter than most sequences
-        (folder / "text" / f"{start:05d}.txt").write_text(source[start : start + 150])
+    shutil.copy(Path(sysconfig.get_paths()["stdlib"], "ast.py"), folder / "text.py")
+    source = (folder / "text.py").read_text()
+    (folder / "short").mkdir()
+    for start in range(0, 40000, 50):
+        (folder / "short" / f"{start:05d}.txt").write_text(source[start : start + 50])
     for name, layers in (("model", 2), ("model-deep", 4)):
         network(layers).config.save_pretrained(folder / name)
     tied = tiny_llama(vocab_size=VOCABULARY, num_hidden_layers=2, tie_word_embeddings=True)
@@ -62,7 +65,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     options = resolve(
         TrainOptions(
             model=str(folder / "model"),
-            data=str(folder / "text"),
+            data=str(folder / "text.py"),
             vocabulary=VOCABULARY,
             cache=str(folder / "cache"),
             out=str(folder),
@@ -76,7 +79,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
         launched=False,
     )
     tokens = prepare_tokens(options, lambda text: None)
-    return run_ranks(train_each, 2, options, tokens, str(folder / "runs"), initialize=False)[0]
+    short = prepare_tokens(dataclasses.replace(options, data=str(folder / "short")), lambda text: None)
+    return run_ranks(train_each, 2, options, tokens, short, str(folder / "runs"), initialize=False)[0]
 
 
 def run_of(found: dict[str, dict[str, Any]], name: str, kind: str) -> dict[str, Any]:
@@ -106,7 +110,7 @@ def test_every_plugin_takes_the_same_steps(found, name) -> None:
     assert result["parameters"] == network(4 if deep else 2).num_parameters()
 
 
-@pytest.mark.parametrize("name", [*MODES, *DEEP_MODES, *TIED_MODES, *REMEMBERING, *PACKED])
+@pytest.mark.parametrize("name", [*MODES, *DEEP_MODES, *TIED_MODES, *REMEMBERING, *SHORT])
 def test_every_plugin_goes_on_from_its_checkpoint(found, name) -> None:
     whole, resumed = run_of(found, name, "fp8"), run_of(found, name, "resumed")
     assert column(resumed, "step") == [3, 4]
@@ -147,8 +151,8 @@ def test_a_run_of_adapters_goes_on_from_its_checkpoint(found, name) -> None:
 def test_packed_documents_are_kept_apart_in_both_precisions(found) -> None:
     packed, in_bf16 = (run_of(found, "low_level_zero, packed", precision) for precision in ("fp8", "bf16"))
     assert column(packed, "loss") == pytest.approx(column(in_bf16, "loss"), rel=5e-3)
-    joined = run_of(found, "low_level_zero", "fp8")
-    assert column(joined, "loss")[0] != pytest.approx(column(packed, "loss")[0], rel=5e-4)
+    joined = run_of(found, "low_level_zero, joined", "fp8")
+    assert column(joined, "loss")[0] != pytest.approx(column(packed, "loss")[0], rel=1e-3)
     failed = found[UNPACKED]["fp8"]["failed"]
     assert "--packing is done by fused attention: the model's attention is not fused; leave" in failed
 
