@@ -122,7 +122,7 @@ def run(options: EvalOptions, tell: Callable[[str], None]) -> Evaluation:
             )
     held_out, calibration = _pieces(tokens, sequence, options)
     batches = list(_batches(calibration, options.batch, device)) if len(calibration) else None
-    models, made = [], []
+    models, made = [], []  # all at once: predictions are compared token by token
     for source, checkpoint in zip(sources, options.checkpoints, strict=True):
         config = inference_config(source, options.fp8_options)
         for precision in (*options.precisions, *([CALIBRATED] if batches is not None else [])):

@@ -149,7 +149,7 @@ def load_model(
             )
     from_masters = 0
     if in_fp8:
-        quantize(model, config)
+        quantize(model, config)  # layers that were frozen from the folder stay as they are
         from_masters = _cast_from_masters(model, source)
         if batches is not None:
             quantize(model, config, batches=batches)

@@ -33,6 +33,7 @@ def avoid_trapping_instructions() -> str | None:
     """
     if VARIABLE in os.environ or not _advertises_amx():
         return None
+    # in another process: a product that traps ends it
     tried = subprocess.run([sys.executable, "-W", "ignore", "-c", _PRODUCT], capture_output=True, check=False)
     if tried.returncode != -signal.SIGILL:
         return None

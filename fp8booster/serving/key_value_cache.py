@@ -29,12 +29,13 @@ def pack(states: torch.Tensor) -> torch.Tensor:
     Returns:
         uint8 [B, H, S, D + 4]: the values' bytes, and those of the inverse scale, float32.
     """
-    rows = states.reshape(-1, states.shape[-1])
+    rows = states.reshape(-1, states.shape[-1])  # a row is a token in a head, whose amax others do not change
     if not len(rows):
         return states.new_empty((*states.shape[:-1], states.shape[-1] + _SCALE_BYTES), dtype=torch.uint8)
     quantized = quantize(rows.detach(), E4M3, scale_for="row")
     data = quantized.data[: len(rows), : rows.shape[1]].view(torch.uint8)
     scales = quantized.inverse_scale[: len(rows), None].view(torch.uint8)
+    # in one tensor, so that transformers crops, reorders and selects tokens together with their scales
     return torch.cat([data, scales], -1).view(*states.shape[:-1], -1)
 
 

@@ -216,6 +216,7 @@ def fill(model: Any, read: Read, device: torch.device | str) -> None:
         ValueError: one does not fit.
     """
     for path, module in model.named_modules():
+        # other buffers are in no checkpoint: their constructors have filled them
         kept = {name for name in module._buffers if name not in module._non_persistent_buffers_set}
         own = {**module._parameters, **{name: module._buffers[name] for name in kept}}
         names = [name for name, tensor in own.items() if tensor is not None]

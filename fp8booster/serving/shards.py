@@ -163,7 +163,7 @@ class ShardWriter:
         """Take a tensor. Raises OSError where the disk does not take those before it."""
         if self._held and self._held_bytes + tensor.nbytes > self._limit:
             self._flush()
-        self._held[name] = tensor.detach().cpu().contiguous()
+        self._held[name] = tensor.detach().cpu().contiguous()  # safetensors refuses views that are not
         self._held_bytes += tensor.nbytes
         self.total += tensor.nbytes
 
@@ -173,7 +173,7 @@ class ShardWriter:
             self._flush()
         count = len(self._shards)
         weight_map = {}
-        for number, names in enumerate(self._shards):
+        for number, names in enumerate(self._shards):  # names of files have the number of all
             file = _FILE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
             self._part(number).rename(self._folder / file)
             weight_map.update(dict.fromkeys(names, file))
@@ -228,4 +228,4 @@ class Masters:
     def tensor(self, name: str, shape: torch.Size) -> torch.Tensor:
         """Return one parameter, FP32, of its shape."""
         whole = torch.cat([file.get_tensor(name).flatten() for file in self._files])
-        return whole[: shape.numel()].view(shape)
+        return whole[: shape.numel()].view(shape)  # ZeRO pads the last shard

@@ -132,6 +132,7 @@ class Live(Source):
                 "booster.save_model, and export that folder"
             )
         self._layers = {f"{name}.weight": layer for name, layer in layers.items()}
+        # a converted model has chosen its layers, unless it is asked for others; frozen ones cannot change
         if not in_fp8 or (layers and (config is None or frozen)):
             self.fp8_config = config or next((layer.fp8_config for layer in layers.values()), FP8Config())
             self.layout = layout_of(model, in_fp8=in_fp8)
@@ -208,7 +209,7 @@ class Folder(Source):
             if name not in self.layout.shapes:  # transformers ignores it, as what it makes from others
                 self._stored.shards.drop(name)
         scale_of, shards = self._stored.scale_of, self._stored.shards
-        if in_fp8 and scale_of:
+        if in_fp8 and scale_of:  # the layers in FP8 are the folder's choice
             kept = tuple(name for name in self.layout.kept if f"{name}.weight" not in scale_of)
             self.layout = dataclasses.replace(self.layout, groups={name: (name,) for name in scale_of}, kept=kept)
         _require_shapes(self.layout, {name: shards.shape(name) for name in self._stored.names}, str(folder))
@@ -234,6 +235,7 @@ class Folder(Source):
         scale = scale.float()
         there = granularity_of(data.shape, scale.shape, self._stored.block) if data.dtype is E4M3 else None
         _require_granularity(name, there, chosen)
+        # others store scales flat, or one as a vector
         shape = {"tensorwise": (), "rowwise": (data.shape[0], 1)}.get(chosen.granularity, scale.shape)
         return data, scale.reshape(shape)
 
@@ -316,7 +318,7 @@ class Merged(Folder):
         adapters = self._adapters.get(name)
         if adapters is None:
             return super().tensor(name)
-        base = adapters.get_base_layer()
+        base = adapters.get_base_layer()  # peft merges into its weight, which has values for this call alone
         without_memory = base.weight
         base.weight = nn.Parameter(super().tensor(name).float(), requires_grad=False)
         try:

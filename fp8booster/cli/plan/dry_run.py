@@ -99,7 +99,7 @@ def take_steps(tracker: MemoryTracker, options: TrainOptions, precision: str, co
     boosted = BoostedModel(options.plugin, plugin, network, optimizer)
     boosted.booster.backward = tracker.backward()(boosted.booster.backward)
     tokens = torch.zeros(options.batch, options.sequence, dtype=torch.int64)
-    for _ in range(2):
+    for _ in range(2):  # the first makes the optimizer's states
         tracker.begin_step()
         boosted.forward_backward([causal(tokens)] * options.accumulate)
         tracker.begin_update()
