@@ -20,7 +20,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from .files import put_in_place, sync_folder
-from .listing import first_of
+from .reading import first_of
 
 FILES = "files.json"
 """The list, in a checkpoint's folder, of its files: by path, the size in bytes and the digest of each."""

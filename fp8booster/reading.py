@@ -30,6 +30,12 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0].strip().rstrip(".:")
 
 
+def first_of(items: Sequence[str], shown: int = 8) -> str:
+    """Return items joined by commas; of more than `shown` these alone and the number of the others."""
+    more = len(items) - shown
+    return ", ".join(items[:shown]) + (f" and {more} more" if more > 0 else "")
+
+
 _WORDS = {
     int: "a whole number",
     float: "a number",

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8booster.files import write_whole
-from fp8booster.listing import first_of
-from fp8booster.reading import Kind, parse_line, read_record, read_text, require_rows
+from fp8booster.reading import Kind, first_of, parse_line, read_record, read_text, require_rows
 
 LAST = 0.05
 """Share of the steps whose mean is the final loss."""

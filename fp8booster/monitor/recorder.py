@@ -28,10 +28,10 @@ from fp8booster.kernels.cast_statistics import cast_statistics
 from fp8booster.kernels.code_statistics import MomentSample, SumSample, activation_statistics
 from fp8booster.kernels.group_codes import GroupCodes
 from fp8booster.kernels.message_layout import MessageLayout, side_by_side
-from fp8booster.listing import first_of
 from fp8booster.monitor.scales import FORMAT_NAMES, MOMENTS, SAVED, SUM, Key, Totals, merged, row_of
 from fp8booster.monitor.sinks import Sink
 from fp8booster.monitor.watchdog import Warnings, Watchdog
+from fp8booster.reading import first_of
 from fp8booster.tensor import QuantizedMatrix
 
 PATIENCE = timedelta(seconds=120)

@@ -26,11 +26,11 @@ from fp8booster.colossal.zero.lone_save import saved_by_every_rank
 from fp8booster.comm import Encoding
 from fp8booster.config import FP8Config, config_or_default
 from fp8booster.kernels.device import require_fp8
-from fp8booster.listing import first_of
 from fp8booster.nn import convert_to_fp8, report
 from fp8booster.nn.fused import fuse, fused_summary
 from fp8booster.nn.graphs import capture_layers
 from fp8booster.optim import AdamW
+from fp8booster.reading import first_of
 
 _PRECISIONS = ("bf16", "fp16")
 

@@ -125,7 +125,7 @@ def load_frozen(
     stored = StoredModel(Path(folder), config)
     model = skeleton(stored.config, _MatricesOnMeta(), torch_dtype=dtype)
     names = StoredNames(model)
-    stored.rename({stored: name for name, stored in names.renamed.items()})
+    stored.rename({in_files: name for name, in_files in names.renamed.items()})
     shards, scale_of = stored.shards, stored.scale_of
     names_of = {name: each for each in names_of_each(model) for name in each}
     if stored.in_fp8:

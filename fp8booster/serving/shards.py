@@ -12,8 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from fp8booster.listing import first_of
-from fp8booster.reading import COPY_AGAIN, faults_named, first_line, read_index, require_file
+from fp8booster.reading import COPY_AGAIN, faults_named, first_line, first_of, read_index, require_file
 from fp8booster.serving.formats import SCALES
 from fp8booster.training.adapters import ADAPTER_FILE
 

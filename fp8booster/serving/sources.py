@@ -18,11 +18,10 @@ from torch import nn
 from fp8booster.config import FP8Config
 from fp8booster.formats import E4M3, HIGH_PRECISION
 from fp8booster.kernels.scales import amax_of
-from fp8booster.listing import first_of
 from fp8booster.nn.adapters import changes_base, is_adapted, merged_weight
 from fp8booster.nn.linear.frozen import INPUT_AMAX, SCALE, FrozenLayer
 from fp8booster.nn.linear.layer import FP8Layer
-from fp8booster.reading import COPY_AGAIN, faults_named, first_line, read_record, require_file
+from fp8booster.reading import COPY_AGAIN, faults_named, first_line, first_of, read_record, require_file
 from fp8booster.serving.formats import CheckpointFormat, granularity_of, require_stored
 from fp8booster.serving.layout import Layout, layout_of, layout_of_config, skeleton
 from fp8booster.serving.shards import Masters

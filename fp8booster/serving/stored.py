@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from fp8booster.formats import FORMATS
-from fp8booster.listing import first_of
-from fp8booster.reading import first_line, read_record
+from fp8booster.reading import first_line, first_of, read_record
 from fp8booster.serving.formats import UNUSED_SCALES, block_of, decode
 from fp8booster.serving.layout import names_of_each, skeleton
 from fp8booster.serving.shards import Shards

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fp8booster.listing import first_of
-from fp8booster.reading import COPY_AGAIN, faults_named
+from fp8booster.reading import COPY_AGAIN, faults_named, first_of
 
 if TYPE_CHECKING:
     from peft import PeftModel

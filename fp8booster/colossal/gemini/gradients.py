@@ -21,7 +21,7 @@ from torch import nn
 from fp8booster import comm
 from fp8booster.colossal.gemini.chunks import FP8Chunk, ReducedChunk, take_memory
 from fp8booster.colossal.gemini.groups import GroupedChunkManager
-from fp8booster.listing import first_of
+from fp8booster.reading import first_of
 
 
 class ReducingModel(Protocol):

@@ -13,7 +13,7 @@ from colossalai.checkpoint_io import CheckpointIO
 from torch import nn
 
 from fp8booster.comm.agreement import LeftKeys
-from fp8booster.listing import first_of
+from fp8booster.reading import first_of
 
 PATIENCE = 30.0
 """Seconds that the first rank of a group waits for the others."""

@@ -11,7 +11,6 @@ from torch import nn
 from fp8booster.config import FP8Config
 from fp8booster.kernels.alignment import aligned, multiple_for
 from fp8booster.kernels.device import require_fp8
-from fp8booster.listing import first_of
 from fp8booster.nn.linear.exchange import NO_EXCHANGE, Exchange
 from fp8booster.nn.linear.functional import Defer, check_operands, linear_from_quantized
 from fp8booster.nn.linear.recompute import delivered_recipe
@@ -22,6 +21,7 @@ from fp8booster.nn.weights.cached import CachedWeight
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.freshness import look_again, note_change, reusable
 from fp8booster.nn.weights.source import WeightSource
+from fp8booster.reading import first_of
 from fp8booster.tensor import QuantizedMatrix
 
 
