@@ -26,6 +26,7 @@ API = {
     "fp8booster": ("fp8booster", "fp8booster.nn.report.report"),
     "plugins": ("fp8booster.plugins",),
     "nn": ("fp8booster.nn.fused", "fp8booster.nn.linear.layer.FP8Layer"),
+    "scaling": ("fp8booster.scaling",),
     "comm": ("fp8booster.comm",),
     "optim": ("fp8booster.optim",),
     "monitor": ("fp8booster.monitor.traffic",),
