@@ -66,13 +66,7 @@ class FinishingWork(Work):
         self._finish()
         return done
 
-    def synchronize(self) -> None:
-        """`wait`, as in torch."""
-        self.wait()
-
-    def block_current_stream(self) -> None:
-        """`wait`, as in torch."""
-        self.wait()
+    synchronize = block_current_stream = wait
 
     def is_completed(self) -> bool:
         """Return True once the outputs are there, or will be in the order of the current stream.

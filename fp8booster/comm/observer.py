@@ -11,7 +11,7 @@ import copy
 import functools
 import threading
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -64,15 +64,9 @@ class Statistics:
             table.add_column(column, justify="right")
         table.add_column("uncompressed")
         for name, row in self.rows.items():
+            raw, wire = (f"{count / 2**20:.2f}" for count in (row.raw_bytes, row.wire_bytes))
             reasons = ", ".join(f"{count} {reason}" for reason, count in row.uncompressed.most_common())
-            table.add_row(
-                name,
-                str(row.calls),
-                f"{row.raw_bytes / 2**20:.2f}",
-                f"{row.wire_bytes / 2**20:.2f}",
-                f"{row.ratio:.3f}",
-                reasons,
-            )
+            table.add_row(name, str(row.calls), raw, wire, f"{row.ratio:.3f}", reasons)
         return table
 
     def __str__(self) -> str:
@@ -86,8 +80,9 @@ class Observer:
     """Notes the collectives of this process; `observer` is the one that there is."""
 
     def __init__(self) -> None:
-        self.rows: dict[str, Row] = {}
-        self._lock = threading.Lock()
+        self.rows: defaultdict[str, Row] = defaultdict(Row)
+        self.lock = threading.Lock()
+        """Held while rows are counted or read."""
         self._groups: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupCalls] = weakref.WeakKeyDictionary()
         # of the process, not of the thread: the backward of a capture runs on another one
         self._kept: list[Note] | None = None
@@ -174,10 +169,8 @@ class Observer:
         self.note(partial(self._add, name, calls, raw, wire, reason))
 
     def _add(self, name: str, calls: int, raw: int, wire: int, reason: str | None) -> None:
-        with self._lock:
-            row = self.rows.get(name)
-            if row is None:
-                row = self.rows[name] = Row()
+        with self.lock:
+            row = self.rows[name]
             row.calls += calls
             row.raw_bytes += raw
             row.wire_bytes += wire
@@ -207,16 +200,6 @@ class Observer:
         finally:
             self._kept = before
 
-    def statistics(self) -> Statistics:
-        """As the function `statistics`."""
-        with self._lock:
-            return Statistics(copy.deepcopy(self.rows))
-
-    def reset(self) -> None:
-        """As `reset_statistics`."""
-        with self._lock:
-            self.rows.clear()
-
 
 # a step repeats its calls: their bytes are computed once
 @functools.lru_cache(maxsize=4096)
@@ -233,9 +216,11 @@ observer = Observer()
 
 def statistics() -> Statistics:
     """Return what this process sent since it began, or since `reset_statistics`."""
-    return observer.statistics()
+    with observer.lock:
+        return Statistics(copy.deepcopy(dict(observer.rows)))
 
 
 def reset_statistics() -> None:
     """Forget what was counted, so that `statistics` shows what comes next alone."""
-    observer.reset()
+    with observer.lock:
+        observer.rows.clear()

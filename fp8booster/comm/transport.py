@@ -47,18 +47,13 @@ def require_one_for_each(tensors: Sequence[Tensor], ranks: int, what: str) -> No
         raise ValueError(f"{what} has {len(tensors)} tensors; give {ranks}, one for each rank")
 
 
+_SUFFIXES = ("single", "single") if hasattr(dist, "all_gather_single") else ("into_tensor", "tensor")
+_NAMES = {name: f"{name}_{suffix}" for name, suffix in zip(("all_gather", "reduce_scatter"), _SUFFIXES, strict=True)}
+
+
 def one_tensor(collective: str) -> Callable[..., Work | None]:
-    """Return `all_gather` or `reduce_scatter` of one tensor, whose names torch 2.13 deprecates for others."""
-    return getattr(dist, _NAMES[collective])
-
-
-_NAMES = {
-    collective: newest if hasattr(dist, newest) else older
-    for collective, newest, older in (
-        ("all_gather", "all_gather_single", "all_gather_into_tensor"),
-        ("reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor"),
-    )
-}
+    """Return `all_gather` or `reduce_scatter` of one tensor, by the name that torch 2.13 gives it or that of before."""
+    return getattr(dist, _NAMES[collective])  # at each call, for it may be wrapped to count it
 
 
 def gather_bytes(
