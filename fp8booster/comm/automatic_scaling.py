@@ -150,6 +150,7 @@ class AutomaticScaling:
         total = torch.zeros(2, dtype=torch.int64, device=self.mu.device)
         taken, self._counts = self._counts, {}
         for values, stream in taken.values():
+            # the counts were made on streams of their own, whose memory must not be given away before it is read
             if stream is not None:
                 here = torch.cuda.current_stream(self.mu.device)
                 here.wait_stream(stream)

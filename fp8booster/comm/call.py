@@ -60,6 +60,7 @@ class FinishingWork(Work):
             if self._finished_on is not None:
                 torch.cuda.current_stream(self._finished_on.device).wait_stream(self._finished_on)
             return True
+        # before the transport: ranks in another call may never send
         if self._claim is not None:
             self._claim = self._claim.wait()
         done = self._transport.wait() if timeout is None else self._transport.wait(timeout)
@@ -76,6 +77,7 @@ class FinishingWork(Work):
         """
         if self._unfinished is not None and not self._transport.is_completed():
             return False
+        # does not block any more, and decodes
         return self.wait()
 
     def is_success(self) -> bool:

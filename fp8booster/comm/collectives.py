@@ -52,6 +52,7 @@ def all_reduce(
     def begin(asynchronous: bool) -> Transfer:
         message, received = new_message(values, layout.bytes), new_message(values, layout.bytes)
         encoding.encode(values, message, layout, "all_reduce")
+        # waited for, since the sums are made of it: on a GPU by the stream, not by the host
         dist.all_to_all_single(received, message, group=call.group)
         # in the place where the gather wants it: nothing is copied for that
         own = message.narrow(0, call.group.rank() * piece.bytes, piece.bytes)
@@ -150,6 +151,7 @@ def reduce_scatter(
                 f"a tensor of input_list has {tensor.numel()} values and output {output.numel()}; give tensors of one "
                 "size"
             )
+    # one message for all ranks, for the price of a copy
     joined = torch.cat([tensor.detach().reshape(-1) for tensor in input_list]) if input_list else output
     return reduce_scatter_tensor(output, joined, op, group, async_op, **options)
 
@@ -310,6 +312,7 @@ def broadcast(
     """`torch.distributed.broadcast`, but that the source's tensor is rounded too: all ranks hold the same bits."""
     group = group_or_all(group)
     source = src if group_src is None or ranks_of(group) < 1 else dist.get_global_rank(group, group_src)
+    # by its global rank: some ranks may give `src` and others `group_src`
     compared = {"values": tensor.numel(), "source": source}
     # data arrives from the source alone
     call = Call("broadcast", tensor, group, async_op, options, compared, on_arrival=False)
@@ -401,6 +404,7 @@ def _exchange(
 ) -> Work | None:
     """Send each rank its piece; the pieces lie in one tensor on either side, or in one for each."""
     encoding = call.encoding
+    # without sizes torch takes its path for even parts
     received_sizes, sizes = (None, None) if even else (received_layout.sizes, layout.sizes)
 
     def begin(asynchronous: bool) -> Transfer:

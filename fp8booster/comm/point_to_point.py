@@ -137,6 +137,7 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
         transfers.append(transfer)
         outputs.append([] if each.op is dist.isend else [each.tensor])
     works = dist.batch_isend_irecv(transports)
+    # gloo gives a handle for each operation, NCCL one for all
     if len(works) == len(p2p_op_list):
         return [
             FinishingWork(work, transfer, received)

@@ -108,6 +108,7 @@ class MemoryTracker(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         # autograd has a number for the task that it runs, on any thread
         phase = BACKWARD if torch._C._current_graph_task_id() >= 0 else self._phase
+        # tensors of forward that are there now wait for backward
         if phase == BACKWARD and self._last == FORWARD:
             self._name_made_in(FORWARD, ACTIVATIONS)
         elif phase == FORWARD and self._last == BACKWARD:
@@ -140,4 +141,5 @@ class MemoryTracker(TorchDispatchMode):
 
     def _look(self, phase: str) -> None:
         if self.bytes > self._peaks.get(phase, (-1, []))[0]:
+            # the blocks themselves: they are named later, when their lifetime shows
             self._peaks[phase] = self.bytes, list(self._blocks.values())

@@ -185,6 +185,7 @@ class Recorder:
             data, scales = message[offset:behind].view(dtype), message[behind : offset + size].view(torch.float32)
             part = flat[start : start + count]
             block = layout.block_size or max(1, count)
+            # blocks of one size are rows of a matrix; the last may be shorter
             whole = len(part) // block * block
             for first, last, columns in ((0, whole, block), (whole, len(part), len(part) - whole)):
                 if first < last:
@@ -262,6 +263,7 @@ class Recorder:
                 store.wait([f"{key}{rank}"], patience)
             except RuntimeError:  # each store has another for it
                 late.append(str(rank))
+                # all sampled the same step: who comes now has had as long
                 patience = timedelta(seconds=1)
                 continue
             everyone.append({name: Totals(*values) for name, values in take(store, f"{key}{rank}").items()})
@@ -305,6 +307,7 @@ def _largest(data: torch.Tensor, inverse_scale: torch.Tensor) -> torch.Tensor:
 
 def _let_read(device: torch.device, casts: Sequence[_Sampled]) -> None:
     """Let the current stream read the figures that casts on other streams left."""
+    # figures are made on the stream of their cast, such as one that communicates
     current = torch.cuda.current_stream(device)
     for stream in {each.stream for each in casts if each.stream is not None} - {current}:
         current.wait_stream(stream)

@@ -61,6 +61,7 @@ class JsonLines:
                 # a file of another kind must not be replaced
                 _header(read_text(self.path, _REMEDY).split("\n")[:1], self.path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        # a run that resumes from before takes the later steps again
         kept = [_line(dataclasses.asdict(row)) for row in rows if row.step <= done]
         write_whole(self.path, "".join([_line(header), *kept]))
         self._stream = self.path.open("a", encoding="utf-8")

@@ -241,6 +241,7 @@ class AdamW(Optimizer):
                 parameter.grad = None
             given = {each: each.grad for each in group["params"] if each.grad is not None}
             amaxes.update(self._update(group, given, divisor))
+            # as backward does: no gradient outlives its update
             if self.updates_in_backward:
                 for parameter in given:
                     parameter.grad = None
@@ -329,6 +330,7 @@ class AdamW(Optimizer):
         rates = rates_of(group, decoupled=True)._replace(lr=float(group["lr"]))
         device = parameters[0].device
         states = [self._state_of(parameter) for parameter in parameters]
+        # first: the corrections of the moments count this step
         for state in states:
             state.codes["step"] += 1
         steps, numbers = [state.codes["step"] for state in states], [self._numbers[each] for each in parameters]
