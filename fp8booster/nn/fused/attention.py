@@ -119,7 +119,7 @@ def attend_packed(
             attended, *_ = _flash_forward(q, k, v, how)
         else:
             attended = _WithSinks.apply(q, k, v, sinks, how)
-        attended = attended[..., :size]
+        attended = attended[..., :size]  # zeros attended to give zeros
     return attended.unflatten(0, (rows, -1)).transpose(1, 2)
 
 

@@ -81,6 +81,7 @@ def head_loss(head: nn.Linear, hidden: Tensor, targets: Tensor, **how: Any) -> T
         targets: int64 [...].
         how: ignore_index, reduction and vocabulary of `linear_cross_entropy`.
     """
+    # gradients are made in forward, so the weight need be whole for forward alone
     compute = partial(_whole_head_loss, head, hidden, targets, **how)
     return head.while_whole(compute) if isinstance(head, HeldHead) else compute()
 

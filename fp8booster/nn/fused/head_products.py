@@ -35,7 +35,7 @@ class HeadProducts:
             self._memory = hidden.new_empty((tokens, aligned(vocabulary)))
             # oneDNN's product for AMX reads what lies between rows, and multiplies it by zero: NaN stays NaN
             self._memory[:, vocabulary:] = 0
-        logits = self._memory[:tokens, :vocabulary]
+        logits = self._memory[:tokens, :vocabulary]  # those of the last chunk are used up
         if self.bias is None:
             return torch.mm(hidden, self.weight.t(), out=logits)
         return torch.addmm(self.bias, hidden, self.weight.t(), out=logits)

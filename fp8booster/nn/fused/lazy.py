@@ -149,7 +149,7 @@ class _Norm(_Part):
         is_lazy = len(args) == 1 and not kwargs and isinstance(args[0], LazySum)
         if not (is_lazy and module.takes_terms and may_be_bypassed(module)):
             return super().__call__(*args, **kwargs)
-        *residual, x = args[0].terms
+        *residual, x = args[0].terms  # the block's output last: the kernel adds it to the residual stream
         y, total = module(x, *residual, both=True, saving=self._saving)
-        args[0].terms = (total,)
+        args[0].terms = (total,)  # who adds to the stream later adds to what the kernel wrote
         return LazySum(y)

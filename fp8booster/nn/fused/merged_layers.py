@@ -116,9 +116,6 @@ class MergedLayers(Merged):
     """FP8 layers of one input whose products are computed as one where that is right.
 
     A copy or a pickle of it holds no FP8 weight, and knows nothing of engines.
-
-    Args:
-        layers: in the order of their outputs.
     """
 
     layers: tuple[FP8Linear, ...]
@@ -151,7 +148,7 @@ class MergedLayers(Merged):
             return None
         if FrozenFP8Linear in map(type, self.layers):  # it has no merged form, and to look at its weight decodes it
             return None
-        # a layer of eight times as many tokens costs the host as much: so the usual case is told by one look
+        # the GPU of a small model waits for the host here, so the usual case is told by one look
         weights = None if torch.compiler.is_compiling() else self._weights_of_usual_layers()
         never = None
         if weights is None:
@@ -191,7 +188,7 @@ class MergedLayers(Merged):
         always = self.fp8_weight.always
         if not (always or computes_in_fp8(config, rows, input.shape[-1], outputs, input.device)):
             return None
-        for layer in self.layers:
+        for layer in self.layers:  # the report asks each by itself
             if not layer.in_fp8.get(rows):
                 require_fp8(input.device, config.emulate, config.granularity)
                 layer.in_fp8[rows] = True
@@ -310,6 +307,7 @@ def _lay_together(weights: Sequence[Tensor]) -> str:
             return "others, such as an engine, hold the memory of their weights; fuse the model before it is boosted"
     with torch.no_grad():
         whole = torch.cat([weight.detach() for weight in weights])
+        # by `.data`: the parameters stay the objects that optimizers and hooks hold
         for weight, part in zip(weights, whole.split([len(weight) for weight in weights]), strict=True):
             weight.data = part
     return _MOVED

@@ -43,6 +43,7 @@ class FusedNorm(Fused):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return the norm of `hidden_states + residual`; with `both`, that sum too. `saving`: how the sum is saved."""
         centered, unit_offset, epsilon, weighted, biased = self.computes
+        # a norm without a weight is one of ones: one kernel serves both
         weight: Any = self.weight if weighted else hidden_states.new_ones(hidden_states.shape[-1])
         if weight is None or self.why_replaced is not None:
             h = hidden_states if residual is None else hidden_states + residual
@@ -90,5 +91,5 @@ class HeadNorms:
             return torch.cat([norm(each) for norm, each in zip(self.norms, heads.split(1, -2), strict=True)], -2)
         for norm in self.norms:
             wait_for_parameters(norm)
-        weight = torch.stack([norm.weight for norm in self.norms])
+        weight = torch.stack([norm.weight for norm in self.norms])  # differentiable: each norm gets its row's gradient
         return row_norm(heads, weight, self.norms[0].eps, centered=True)[0]

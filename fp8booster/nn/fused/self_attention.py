@@ -100,7 +100,7 @@ class FusedAttention(MergedAttention):
                 f"attention of packed sequences is causal, and gives no weights ({reason}); "
                 "leave out output_attentions, is_causal and the like, or pad the sequences"
             )
-        if qkv is None:  # in evaluation, or with an adapter
+        if qkv is None:  # in evaluation, or with an adapter: the sequences must be kept apart all the same
             qkv = torch.cat([getattr(self, name)(hidden_states) for name in self.part.merged], -1)
         qkv = self.before_attention(qkv)
         query, key, value = self.rotated(qkv, angles)

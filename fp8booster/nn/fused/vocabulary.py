@@ -92,6 +92,7 @@ class VocabularyPart:
         gathered = values.new_empty((ranks, *values.shape))
         observer.count_plain(NAME, ranks, values.nbytes, UNCOMPRESSED_REASON, "all_gather_into_tensor")
         gather_bytes(gathered.view(-1), values.view(-1), self.group)
+        # FP32 and in the ranks' order on all of them, so that each has the same loss, bit for bit
         known = (targets >= 0) & (targets < self.tokens)
         # a row whose target is no token is NaN, as the kernel has it
         whole = torch.where(known, gathered[:, 0].logsumexp(0), torch.nan)

@@ -83,8 +83,7 @@ class LayerGraphs:
         self._parameters: list[tuple[int, type, torch.device, bool]] = []
         self._why_parameters: str | None = None
         self._ran_without_gradients = False
-        self.why_not: str | None = TOO_EARLY
-        """Why the last call in training was not replayed; None: it was."""
+        self.why_not: str | None = TOO_EARLY  # why the last call in training was not replayed; None: it was
 
     def run(self, forward: Callable[..., Any], layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Return what a layer's forward gives: by a replay in training, once a call of the kind was captured."""
@@ -121,6 +120,7 @@ class LayerGraphs:
         if kind.calls < WARM_UP:
             self.why_not = TOO_EARLY
             return False, _warm_up(kind, forward, args, kwargs, given[0].device)
+        # a call that captures runs the layer's own forward too, which may change attributes
         pairs = len(kind.pairs)
         pair = self._pair(kind, forward, layer, args, kwargs, given)
         if pair is not None:

@@ -187,11 +187,7 @@ class GraphPair:
         return ticket is None or ticket.used
 
     def refresh(self) -> None:
-        """Make what the graphs read what it is now.
-
-        Raises:
-            Moved: it lies elsewhere.
-        """
+        """Make what the graphs read what it is now; raise `Moved` where that lies elsewhere."""
         if self._places != [each.data_ptr() for each in self._read]:
             raise Moved
         for pinned in self._pinned:
@@ -199,14 +195,7 @@ class GraphPair:
                 raise Moved
 
     def run(self, given: Sequence[Tensor]) -> Any:
-        """Return what the layer gives for a call of the kind.
-
-        Args:
-            given: the tensors of the call's arguments, in the order of `flatten`.
-
-        Raises:
-            Moved: before anything was done.
-        """
+        """Return what the layer gives for a call with these tensors, in the order of `flatten`; may raise `Moved`."""
         self.refresh()
         outputs = _Replayed.apply(self, len(given), *given, *self._trained)
         return rebuild(self._made, iter(outputs))
@@ -214,10 +203,10 @@ class GraphPair:
     def _replay_forward(self, given: Sequence[Tensor], ticket: _Ticket) -> tuple[Tensor, ...]:
         with torch.no_grad():
             torch._foreach_copy_(self._inputs, list(given))
-        ticket.versions = self._versions()
+        ticket.versions = self._versions()  # a replayed backward reads weights in place, past autograd's check
         self._ticket = weakref.ref(ticket)
         self._forward()
-        return tuple(each.clone() for each in self._outputs)
+        return tuple(each.clone() for each in self._outputs)  # the next replay writes over them
 
     def _replay_backward(self, ticket: _Ticket, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         if self.lacks_graphs:
@@ -238,7 +227,7 @@ class GraphPair:
         ticket.used = True
         self._keep_gradients()
         for place, gradient in zip(self._gradients_in, gradients, strict=True):
-            if gradient is None:
+            if gradient is None:  # the captured backward reads every place
                 place.zero_()
             else:
                 place.copy_(gradient)

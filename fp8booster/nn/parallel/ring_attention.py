@@ -122,6 +122,7 @@ class _Ring:
                 else:
                     observer.count_encoded(KEYS_AND_VALUES, self.ranks, pair.nbytes, {"send": message.nbytes}, "send")
                 arriving = torch.empty_like(message)
+                # the next rank's arrive while this one's block is computed
                 works = dist.batch_isend_irecv(
                     [
                         dist.P2POp(dist.isend, message, self.peer(1), self.group),
@@ -190,6 +191,7 @@ class _RingAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: _Ring, lengths: tuple[int, ...] | None, scale: float
     ) -> tuple[Tensor, Tensor]:
+        # in FP32: each block's result is rounded, and 16 bits would round the joined one once more for each rank
         output = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
         for source, pair in ring.rotate(k, v):

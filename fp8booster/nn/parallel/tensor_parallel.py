@@ -59,13 +59,13 @@ class _Parallel(Exchange):
 
     Args:
         group: the ranks that hold the weight.
+        dimension: of the input, in which a sequence that is spread lies; not the last.
         communication: send FP8; else the dtype of the tensors, counted as uncompressed.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, communication: bool = True) -> None:
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup, dimension: int = 1, *, communication: bool = True) -> None:
+        self.group, self.dimension, self.communication = group, dimension, communication
         self.ranks = dist.get_world_size(group)
-        self.communication = communication
         self.min_bytes = min_bytes(communication)
 
 
@@ -73,7 +73,8 @@ class ColumnParallel(_Parallel):
     """The weight's output features are spread; each rank has the whole input."""
 
     def input_gradient(self, gradient: Tensor) -> Callable[[], Tensor]:
-        """Begin to sum over ranks, while wgrad runs."""
+        """Begin to sum over ranks."""
+        # wgrad runs meanwhile, and needs nothing of this
         work = comm.all_reduce(gradient, group=self.group, async_op=True, min_bytes=self.min_bytes)
         return partial(_waited_for, gradient, work)
 
@@ -83,21 +84,13 @@ class RowParallel(_Parallel):
 
     def output(self, output: Tensor) -> Tensor:
         """Sum over ranks."""
-        output = unaliased(output)
+        output = unaliased(output)  # the sum takes its place
         comm.all_reduce(output, group=self.group, min_bytes=self.min_bytes)
         return output
 
 
 class _SequenceParallel(_Parallel):
-    """Base of the exchanges along a sequence.
-
-    Args:
-        dimension: of the input, in which the sequence lies; not the last.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, dimension: int = 1, *, communication: bool = True) -> None:
-        super().__init__(group, communication=communication)
-        self.dimension = dimension
+    """Base of the exchanges along a sequence."""
 
     def _sequence(self, dimensions: int) -> int:
         sequence = self.dimension % dimensions
@@ -115,6 +108,7 @@ class _SequenceParallel(_Parallel):
             # each layout of a matrix with finer scales is a cast of its own, which needs all of the matrix
             whole = self._gather_values(part)
             return casts.quantize(role, whole, plain=plain, transposed=transposed)
+        # all ranks' bytes are one matrix for the product, so they have one scale, that of the whole
         amax = delivered_amax(part)
         amax = amax_of(matrix) if amax is None else amax.max()
         amax = amax.nan_to_num(nan=float("inf"), posinf=float("inf"))  # a MAX reduction drops NaN
@@ -178,7 +172,7 @@ class SequenceColumn(_SequenceParallel):
         return self._gather(INPUT, input, casts, plain=True, transposed=transposed)
 
     def input_gradient(self, gradient: Tensor) -> Callable[[], Tensor]:
-        """Begin to sum over ranks this rank's part, while wgrad runs."""
+        """Begin to sum over ranks this rank's part."""
         return self._reduce_scatter(gradient, asynchronous=True)
 
 
