@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from fp8booster.kernels.scales import amax_of
-from fp8booster.nn.fused import lazy_logits
-from fp8booster.nn.fused.lazy_logits import LazyLogits
+from fp8booster.nn.fused import causal_lm_loss
+from fp8booster.nn.fused.causal_lm_loss import LazyLogits
 from fp8booster.nn.linear.delivered_amax import deliver_amax, delivered_amax
 
 ROWS, TOKENS, FEATURES, VOCABULARY = 2, 5, 16, 12
@@ -104,8 +104,8 @@ def outcome(logits_of: Callable, use: Use, dtype: torch.dtype) -> tuple[torch.Te
 @pytest.mark.parametrize("name", [*IN_CHUNKS, *MADE])
 def test_a_loss_of_lazy_logits_is_that_of_logits(name, dtype, monkeypatch) -> None:
     calls: list[int] = []
-    right_loss = lazy_logits.head_loss
-    monkeypatch.setattr(lazy_logits, "head_loss", lambda *args, **how: calls.append(1) or right_loss(*args, **how))
+    right_loss = causal_lm_loss.head_loss
+    monkeypatch.setattr(causal_lm_loss, "head_loss", lambda *args, **how: calls.append(1) or right_loss(*args, **how))
     use = IN_CHUNKS.get(name) or MADE[name]
     right, expected = outcome(lambda head, hidden: head(hidden).float(), use, dtype)
     loss, found = outcome(LazyLogits, use, dtype)

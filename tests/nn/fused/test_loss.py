@@ -17,10 +17,8 @@ from fp8booster.config import Formats
 from fp8booster.kernels.alignment import aligned
 from fp8booster.kernels.cast import cast
 from fp8booster.kernels.scales import amax_of
-from fp8booster.nn.fused import head_products
 from fp8booster.nn.fused import loss as loss_module
-from fp8booster.nn.fused.head_products import HeadProducts
-from fp8booster.nn.fused.loss import default_chunk, linear_cross_entropy
+from fp8booster.nn.fused.loss import HeadProducts, default_chunk, linear_cross_entropy
 from fp8booster.nn.linear.delivered_amax import deliver_amax
 from fp8booster.nn.weights.casting import Casts
 from tests.nn.reference import signal_to_noise
@@ -383,13 +381,13 @@ def test_a_head_in_fp8_casts_the_layouts_that_its_products_read(hidden, weight, 
 def test_each_product_of_a_head_in_fp8_is_added_up_as_its_configuration_says(products_of, monkeypatch) -> None:
     fast = {name: name == products_of for name in ("fprop", "dgrad", "wgrad")}
     config = FP8Config(fast_accumulation=tuple(name for name, is_fast in fast.items() if is_fast))
-    seen, right_product = [], head_products.product
+    seen, right_product = [], loss_module.product
 
     def product(*args, fast_accumulation, **options):
         seen.append(fast_accumulation)
         return right_product(*args, fast_accumulation=fast_accumulation, **options)
 
-    monkeypatch.setattr(head_products, "product", product)
+    monkeypatch.setattr(loss_module, "product", product)
     leaves, targets = operands(torch.bfloat16, bias=False)
     fused(leaves, targets, casts=Casts(config))
     assert seen == [fast["fprop"], fast["wgrad"], fast["dgrad"]]
