@@ -213,7 +213,9 @@ class FrozenLayer(FP8Layer):
             amax = None
         if self._has_fixed_scales:
             amax, of_inputs = (
-                torch.tensor(config.scaling.fixed_amax(role, config.format_of[role]), device=matrix.device)
+                torch.tensor(
+                    config.scaling.fixed_amax(role, config.format_of[role]), dtype=torch.float32, device=matrix.device
+                )
                 for role in (WEIGHT, INPUT)
             )
             self.scale_inputs_by(of_inputs)
