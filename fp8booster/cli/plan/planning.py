@@ -9,6 +9,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context, parent_process
 from typing import Any
 
@@ -181,23 +182,23 @@ def show(plan: Sequence[Configuration], gpu: Gpu, console: Console) -> None:
     for each in counted:
         sizes = [each.parts[part] for part in _HEADINGS] + [each.parts.total()]
         table.add_row(each.name, *(f"{size / GIB:.1f}" for size in sizes), each.fits_on or "none")
+    say = partial(console.print, soft_wrap=True, markup=False)  # names of files may have brackets
     console.print(table)
     console.print(_LEGEND, style="dim")
     for each in plan:
         if each.why_not is not None:
-            console.print(f"{each.name} cannot be counted: {each.why_not}", soft_wrap=True)
+            say(f"{each.name} cannot be counted: {each.why_not}")
     if not counted:
         return
     fitting = next((each for each in counted if each.precision == "fp8" and gpu.takes(each.parts.total())), None)
     if fitting is None:
-        console.print(
+        say(
             f"Nothing of this fits on {gpu.name}, with {RESERVED} of its {gpu.memory:.0f} GiB left free. Take more "
-            "GPUs, --tp or --pp, or fewer tokens.",
-            soft_wrap=True,
+            "GPUs, --tp or --pp, or fewer tokens."
         )
     else:
-        console.print(f"The first in FP8 that fits on {gpu.name}, with {RESERVED} GiB left free:", soft_wrap=True)
-        console.print(f"  {shlex.join(fitting.command)}", soft_wrap=True, highlight=False)
+        say(f"The first in FP8 that fits on {gpu.name}, with {RESERVED} GiB left free:")
+        say(f"  {shlex.join(fitting.command)}", highlight=False)
 
 
 def as_record(plan: Sequence[Configuration]) -> list[dict[str, Any]]:
@@ -233,6 +234,6 @@ def explain(error: OutOfMemory) -> None:
         with console.status("Counting what takes the memory"):
             found = make_plan(options, options.batch * options.sequence, gpu)
     except (ValueError, TypeError, RuntimeError) as reason:
-        console.print(f"What takes the memory could not be counted: {reason}", soft_wrap=True)
+        console.print(f"What takes the memory could not be counted: {reason}", soft_wrap=True, markup=False)
     else:
         show([each for each in found if each.precision == error.task.precision], gpu, console)

@@ -136,6 +136,15 @@ def test_what_cannot_be_counted_is_named():
     assert as_record([configuration])[0]["why_not"] == "it is odd"
 
 
+def test_names_with_brackets_are_shown_as_they_are():
+    options = TrainOptions(model="models [b]")
+    found = [dataclasses.replace(each, options=options) for each in plan(60, 60)]
+    odd = Configuration(name="odd", precision="fp8", options=options, why_not="it reads [/tmp/x] and [red]")
+    text = shown([*found, odd], GPUS["H100"])
+    assert "odd cannot be counted: it reads [/tmp/x] and [red]" in text
+    assert "--model 'models [b]'" in text
+
+
 def test_settings_that_the_user_gave_stay():
     given = TrainOptions(fp8_options=("weight_copies.transposes=true",), checkpointing=True, stage=1)
     found = configurations(given)
