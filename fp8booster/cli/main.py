@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +19,7 @@ from fp8booster.cli.errors import OneSentenceErrors
 from fp8booster.cli.plan.configurations import GPUS, WITHOUT_FP8
 from fp8booster.cli.train.command import fields_of, flags, take_flags, train
 from fp8booster.cli.train.options import MOST_PROCESSES, TrainOptions
+from fp8booster.cli.train.progress import plain_console
 from fp8booster.version import __version__
 
 app = typer.Typer(
@@ -204,13 +206,11 @@ def evaluate(
         calibrated=calibrated,
         fp8_options=fp8_option or [],
     )
-    # names of files may have brackets, which are no markup
-    plain: dict[str, Any] = {"soft_wrap": True, "highlight": False, "markup": False}
-    found = run(asked, Console(stderr=True, **plain).print)
+    found = run(asked, plain_console(sys.stderr).print)
     if as_json:
         typer.echo(as_record(found, asked))
     else:
-        Console(**plain).print(render(found))
+        plain_console(sys.stdout).print(render(found))
 
 
 @app.command()
@@ -234,7 +234,7 @@ def generate(
     """Continue a prompt with a model, in BF16 or in FP8, and print the text."""
     from fp8booster.cli.generation import continuation
 
-    tell = Console(stderr=True, soft_wrap=True, highlight=False).print
+    tell = plain_console(sys.stderr).print
     sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     typer.echo(continuation(checkpoint, prompt, precision, fp8_option or [], kv_cache, tell, **sampling))
 

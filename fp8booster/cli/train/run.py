@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
-from rich.console import Console
 
 from fp8booster.checkpoints import newest_checkpoint
 from fp8booster.cli.instructions import avoid_trapping_instructions
@@ -218,7 +217,7 @@ def _sum_up(options: TrainOptions, command: str, tokens: TokenFile) -> None:
     losses = {column.precision.upper(): {step.step: step.loss for step in metrics} for column, metrics in read}
     save_losses(out / "loss.png", losses, title)
     write_summary(out, options, command, columns, f"{tokens.name}, {tokens.count:,} tokens")
-    console = Console(soft_wrap=True, highlight=False)
+    console = plain_console(sys.stdout)
     console.print(render(columns, title))
     for line in layer_lines(columns):
         console.print(line)
