@@ -22,8 +22,8 @@ from fp8booster.nn.experts.held_as_one import FP8Experts
 from fp8booster.nn.fused.attention import kernels
 from fp8booster.nn.fused.attention_form import head_size, heads_of_a_key, value_size
 from fp8booster.nn.fused.decoder import FusedDecoderLayer, changed_parts
-from fp8booster.nn.fused.feed_forward import FusedMLP
 from fp8booster.nn.fused.merged_layers import MergedLayers, merged_layers
+from fp8booster.nn.fused.part import FusedMLP
 from fp8booster.nn.fused.self_attention import FusedAttention, unfused_calls
 from fp8booster.nn.graphs import captured_layers
 from fp8booster.nn.linear.frozen import FrozenLayer

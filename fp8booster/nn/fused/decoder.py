@@ -28,12 +28,11 @@ from fp8booster.config import FP8Config
 from fp8booster.nn.fused.activations import activation_kind, activation_name
 from fp8booster.nn.fused.attention_form import Form, form_of
 from fp8booster.nn.fused.families import ATTENTION, WITH_SINKS, Part, has_sinks, is_attention, is_known, part_of
-from fp8booster.nn.fused.feed_forward import FusedGatedMLP, FusedMLP
 from fp8booster.nn.fused.lazy import LazySum, made, parts_with_lazy_sums
 from fp8booster.nn.fused.merged_layers import MergedLayers, MergedLinears
 from fp8booster.nn.fused.norm import FusedNorm, HeadNorms
 from fp8booster.nn.fused.packing import let_pack
-from fp8booster.nn.fused.part import FusedPart
+from fp8booster.nn.fused.part import FusedGatedMLP, FusedMLP, FusedPart
 from fp8booster.nn.fused.pointwise import Saving
 from fp8booster.nn.fused.self_attention import FusedAttention, LatentAttention, MergedAttention, head_norms
 from fp8booster.nn.fused.trials import is_gated, norm_of

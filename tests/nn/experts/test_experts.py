@@ -22,7 +22,7 @@ from fp8booster.nn.experts import grouped as module
 from fp8booster.nn.experts.dispatch import run_experts
 from fp8booster.nn.experts.grouped import GroupedExperts
 from fp8booster.nn.fused.decoder import mix
-from fp8booster.nn.fused.feed_forward import FusedGatedMLP
+from fp8booster.nn.fused.part import FusedGatedMLP
 from fp8booster.nn.linear import speed_model
 from fp8booster.nn.weights import freshness
 from fp8booster.nn.weights.casting import Casts

@@ -15,9 +15,9 @@ from fp8booster import FP8Config, convert_to_fp8, fuse, report
 from fp8booster.config import Activations
 from fp8booster.nn.fused.attention import attend_packed
 from fp8booster.nn.fused.families import FAMILIES, PARTS
-from fp8booster.nn.fused.feed_forward import FusedGatedMLP
 from fp8booster.nn.fused.lazy import LazySum
 from fp8booster.nn.fused.norm import FusedNorm, HeadNorms
+from fp8booster.nn.fused.part import FusedGatedMLP
 from fp8booster.nn.fused.self_attention import FusedAttention, LatentAttention
 from fp8booster.nn.fused.trials import is_gated, norm_of
 from tests.nn.fused.models import INSTALLED, MAJOR, SIZES, batch, build
