@@ -77,26 +77,23 @@ class GeminiPlugin(FP8Plugin, plugin.GeminiPlugin):
     def convert(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
         """Return the model with FP8 layers, and the optimizer, in wrappers of their own, unless they are wrapped."""
         parameters = get_param_info(optimizer)  # before their shapes change
+        common = {"tp_group": self.tp_group, "verbose": self.verbose}
         if not isinstance(model, ModelWrapper):
-            model = self._wrap(model)
+            if self.enable_tensor_parallelism:
+                self._shard(model)
+            else:
+                super().convert(model, None)
+            groups = {"zero_group": self.zero_group, "extra_dp_group": self.extra_dp_group}
+            arguments = {**self.gemini_config, **groups, **common}
+            if self.sends_fp8:
+                model = FP8GeminiDDP(model, self.fp8_config, **arguments)
+            else:
+                model = GatheringGeminiDDP(model, **arguments)
         if optimizer is not None and not isinstance(optimizer, OptimizerWrapper):
-            optimizer = self._wrap_optimizer(optimizer, model, parameters)
+            wrapper = FP8GeminiOptimizer if isinstance(model, FP8GeminiDDP) else GeminiOptimizer
+            arguments = {**self.zero_optim_config, **self.optim_kwargs, **common}
+            optimizer = wrapper(optimizer, model, **arguments, params_info=parameters)
         return model, optimizer
-
-    def _wrap(self, model: nn.Module) -> nn.Module:
-        if self.enable_tensor_parallelism:
-            self._shard(model)
-        else:
-            super().convert(model, None)
-        arguments = self.gemini_config | {
-            "zero_group": self.zero_group,
-            "extra_dp_group": self.extra_dp_group,
-            "tp_group": self.tp_group,
-            "verbose": self.verbose,
-        }
-        if self.sends_fp8:
-            return FP8GeminiDDP(model, self.fp8_config, **arguments)
-        return GatheringGeminiDDP(model, **arguments)
 
     def _shard(self, model: nn.Module) -> None:
         # knows all kinds of sharded layers; only this way of training needs it
@@ -112,18 +109,6 @@ class GeminiPlugin(FP8Plugin, plugin.GeminiPlugin):
         convert_sharded_to_fp8(model, self.fp8_config, communication=self.sends_fp8)
         if self.fp8_config.fused:
             fuse_sharded(model, self.shard_config)
-
-    def _wrap_optimizer(self, optimizer: Optimizer, model: nn.Module, parameters: dict[str, Any]) -> GeminiOptimizer:
-        wrapper = FP8GeminiOptimizer if isinstance(model, FP8GeminiDDP) else GeminiOptimizer
-        return wrapper(
-            optimizer,
-            model,
-            **self.zero_optim_config,
-            **self.optim_kwargs,
-            tp_group=self.tp_group,
-            params_info=parameters,
-            verbose=self.verbose,
-        )
 
     def places(self, model: ModelWrapper, optimizer: GeminiOptimizer) -> dict[torch.Tensor, tuple[int, int]]:
         # a rank has no tensor for parameters that lie in other ranks' shards
