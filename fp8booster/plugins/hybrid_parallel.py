@@ -50,7 +50,7 @@ class HybridParallelPlugin(FP8Plugin, plugin.HybridParallelPlugin):
         if self.sends_fp8:
             self.shard_config.fp8_communication = True  # shardformer calls Colossal-AI's FP8 collectives then
             compress_groups(self.tp_group, self.sp_group)  # and these groups go by ours
-            compress_pipeline(self)
+            compress_pipeline(self, self.encoding)
 
     def require_support(self, arguments: Mapping[str, Any]) -> None:
         # a policy of the user's own shards whatever it was written for
@@ -103,7 +103,7 @@ class HybridParallelPlugin(FP8Plugin, plugin.HybridParallelPlugin):
                 if self.engine.gradient_accumulation is not None:
                     config = replace(config, gradient_accumulation="32-bit")
                 self.zero_optimizer.convert_in_place(optimizer, unwrapped, config)
-            FP8HybridParallelModule.convert_in_place(model, optimizer)
+            FP8HybridParallelModule.convert_in_place(model, optimizer, self.encoding)
             if isinstance(optimizer, HybridParallelAMPOptimizer):
                 FP8HybridParallelAMPOptimizer.convert_in_place(optimizer)
         if with_zero:

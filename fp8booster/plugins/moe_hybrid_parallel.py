@@ -28,4 +28,4 @@ class MoeHybridParallelPlugin(HybridParallelPlugin, plugin.MoeHybridParallelPlug
     def convert_sharded(self, model: HybridParallelModule) -> None:
         """Turn the linear layers of a sharded model into FP8 layers, and its blocks into those that send FP8."""
         super().convert_sharded(model)
-        convert_blocks(model.unwrap(unwrap_peft=False), communication=self.sends_fp8)
+        convert_blocks(model.unwrap(unwrap_peft=False), encoding=self.encoding if self.sends_fp8 else None)

@@ -39,5 +39,5 @@ class TorchDDPPlugin(FP8Plugin, plugin.TorchDDPPlugin):
     def extend(self, model: ModelWrapper, optimizer: OptimizerWrapper | None) -> str:
         """Reduce gradients in FP8."""
         if self.sends_fp8:
-            model.module.register_comm_hook(DDPState(), ddp_hook)
+            model.module.register_comm_hook(DDPState(encoding=self.encoding), ddp_hook)
         return f"gradients are sent {'in FP8' if self.sends_fp8 else 'uncompressed'}"

@@ -17,7 +17,9 @@ def equal_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank holds the same part."""
     monkeypatch.setattr(dist, "get_world_size", lambda group: RANKS)
     monkeypatch.setattr(
-        sums.comm, "all_reduce_coalesced", lambda tensors, op, group: [tensor.mul_(RANKS) for tensor in tensors]
+        sums.comm,
+        "all_reduce_coalesced",
+        lambda tensors, op, group, encoding: [tensor.mul_(RANKS) for tensor in tensors],
     )
 
 

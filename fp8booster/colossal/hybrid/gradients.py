@@ -20,6 +20,7 @@ from colossalai.tensor.d_tensor.api import is_customized_distributed_tensor, is_
 from torch import nn
 
 from fp8booster.colossal.hybrid.sums import GradientOf, SummedGradients
+from fp8booster.comm.encoding import DEFAULT, Encoding
 
 
 def is_replicated(parameter: torch.Tensor) -> bool:
@@ -31,20 +32,24 @@ def is_replicated(parameter: torch.Tensor) -> bool:
     return not (is_distributed_tensor(parameter) or is_customized_distributed_tensor(parameter))
 
 
-def partial_sums(model: nn.Module, gradient_of: GradientOf = attrgetter("grad")) -> list[SummedGradients]:
+def partial_sums(
+    model: nn.Module, gradient_of: GradientOf = attrgetter("grad"), encoding: Encoding = DEFAULT
+) -> list[SummedGradients]:
     """Return the gradients of a `HybridParallelModule` of which each rank has a part under sequence parallelism."""
     config = model.shard_config
     ranks = dist.get_world_size(model.tp_group)
     if ranks == 1 or not config.enable_sequence_parallelism or not is_share_sp_tp(config.sequence_parallelism_mode):
         return []
     partial = [parameter for parameter in model.parameters() if SeqParallelUtils.is_sp_partial_derived_param(parameter)]
-    return [SummedGradients(model.tp_group, partial, gradient_of)]
+    return [SummedGradients(model.tp_group, partial, gradient_of, encoding)]
 
 
-def stage_sums(model: nn.Module, gradient_of: GradientOf = attrgetter("grad")) -> list[SummedGradients]:
+def stage_sums(
+    model: nn.Module, gradient_of: GradientOf = attrgetter("grad"), encoding: Encoding = DEFAULT
+) -> list[SummedGradients]:
     """Return the gradients of a `HybridParallelModule` of which another pipeline stage has a part too."""
     return [
-        SummedGradients(group, [by_stage[model.stage_manager.stage]], gradient_of)
+        SummedGradients(group, [by_stage[model.stage_manager.stage]], gradient_of, encoding)
         for by_stage, group in zip(model.shared_params, model.shared_param_process_groups, strict=False)
         if model.stage_manager.stage in by_stage
     ]

@@ -24,17 +24,21 @@ from fp8booster.nn.modules import change_class
 class FP8HybridParallelModule(SavesMasters, HybridParallelModule):
     """The model wrapper of a plugin that sends gradients in FP8."""
 
+    encoding: comm.Encoding
     partial_sums: list[SummedGradients]
     stage_sums: list[SummedGradients]
 
     @classmethod
-    def convert_in_place(cls, model: HybridParallelModule, optimizer: OptimizerWrapper | None) -> None:
+    def convert_in_place(
+        cls, model: HybridParallelModule, optimizer: OptimizerWrapper | None, encoding: comm.Encoding
+    ) -> None:
         """Turn a model wrapper into this class in place.
 
         Args:
             model: made by Colossal-AI's plugin, or of this class already: a model is not wrapped twice, and a DDP
                 takes one hook.
             optimizer: what trains it; None where nothing does.
+            encoding: of gradients.
         """
         is_new = not isinstance(model, cls)
         change_class(model, cls)
@@ -45,10 +49,13 @@ class FP8HybridParallelModule(SavesMasters, HybridParallelModule):
             # gradients that ZeRO has taken
             model.module, model.use_ddp = model.module.module, False
         model.set_zero_optimizer(optimizer if isinstance(optimizer, FP8ZeroOptimizer) else None)
-        model.partial_sums, model.stage_sums = partial_sums(model), stage_sums(model)
+        model.encoding = encoding
+        model.partial_sums = partial_sums(model, encoding=encoding)
+        model.stage_sums = stage_sums(model, encoding=encoding)
         if is_new and model.use_ddp:
             apart = is_replicated if dist.get_world_size(model.tp_group) > 1 else None
-            model.module.register_comm_hook(comm.DDPState(group=model.dp_group, apart=apart), comm.ddp_hook)
+            state = comm.DDPState(group=model.dp_group, apart=apart, encoding=encoding)
+            model.module.register_comm_hook(state, comm.ddp_hook)
 
     def spread_sums(self) -> None:
         """Prepare gradients that are sums over ranks for a backward that adds to them."""
@@ -58,7 +65,7 @@ class FP8HybridParallelModule(SavesMasters, HybridParallelModule):
     def sync_sp_grads(self, grads: list[torch.Tensor] | None = None) -> None:
         """Add, over the ranks of sequence parallelism, gradients of which each has a part."""
         if grads is not None:
-            comm.all_reduce_coalesced(grads, dist.ReduceOp.SUM, self.tp_group)
+            comm.all_reduce_coalesced(grads, dist.ReduceOp.SUM, self.tp_group, encoding=self.encoding)
             return
         for sums in self.partial_sums:
             sums.sum()
@@ -75,6 +82,7 @@ class FP8HybridParallelModule(SavesMasters, HybridParallelModule):
                     [parameter.grad for parameter in trained if is_replicated(parameter) is replicated],
                     dist.ReduceOp.AVG,
                     self.dp_group,
+                    encoding=self.encoding,
                 )
         for sums in self.stage_sums:
             sums.sum()

@@ -94,8 +94,8 @@ class FP8HybridParallelZeroOptimizer(_SpreadsSums, FP8ZeroOptimizer, HybridParal
     def convert_in_place(cls, optimizer: HybridParallelZeroOptimizer, model: nn.Module, config: FP8Config) -> None:
         """Convert as in `FP8ZeroOptimizer`; `optimizer.model` is the model's wrapper."""
         super().convert_in_place(optimizer, model, config)
-        optimizer.partial_sums = partial_sums(optimizer.model, optimizer._part)
-        optimizer.stage_sums = stage_sums(optimizer.model, optimizer._part)
+        optimizer.partial_sums = partial_sums(optimizer.model, optimizer._part, optimizer.gradient_encoding)
+        optimizer.stage_sums = stage_sums(optimizer.model, optimizer._part, optimizer.gradient_encoding)
         optimizer.shared_squares = SharedSquares(optimizer)
         if optimizer.tp_pg.size() > 1:
             optimizer._put_replicated_apart()

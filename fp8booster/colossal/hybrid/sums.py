@@ -27,19 +27,24 @@ class SummedGradients:
         group: the ranks, each with a part of every gradient.
         parameters: whose gradients are sums.
         gradient_of: returns the gradient of a parameter, or None where it has none.
+        encoding: of the messages.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, parameters: list[nn.Parameter], gradient_of: GradientOf = attrgetter("grad")
+        self,
+        group: dist.ProcessGroup,
+        parameters: list[nn.Parameter],
+        gradient_of: GradientOf = attrgetter("grad"),
+        encoding: comm.Encoding = comm.encoding.DEFAULT,
     ) -> None:
-        self._group, self._parameters, self._gradient_of = group, parameters, gradient_of
+        self._group, self._parameters, self._gradient_of, self._encoding = group, parameters, gradient_of, encoding
         self.are_summed = False
         """No backward has added to the gradients since they were added over the ranks."""
 
     def sum(self) -> list[torch.Tensor]:
         """Add the gradients over the ranks, in place, and return them; all ranks hold the same bits then."""
         gradients = self._gradients()
-        comm.all_reduce_coalesced(gradients, dist.ReduceOp.SUM, self._group)
+        comm.all_reduce_coalesced(gradients, dist.ReduceOp.SUM, self._group, encoding=self._encoding)
         self.are_summed = True
         return gradients
 

@@ -20,7 +20,7 @@ from colossalai.shardformer.modeling.deepseek_v3 import EpDeepseekV3MoE
 from colossalai.shardformer.modeling.mixtral import EPMixtralSparseMoeBlock
 from torch import nn
 
-from fp8booster.comm.encoding import DEFAULT
+from fp8booster.comm import Encoding
 from fp8booster.nn.convert import WHY_NOT_ROUTERS, remember_kept
 from fp8booster.nn.experts.dispatch import exchange_rows, run_experts
 from fp8booster.nn.experts.grouped import GroupedExperts
@@ -44,7 +44,8 @@ class _Loads(NamedTuple):
 class ExpertParallel(nn.Module):
     """A mixin before one of Colossal-AI's blocks, of whose attributes it reads the groups and the experts."""
 
-    sends_fp8: bool
+    encoding: Encoding | None
+    """Of tokens and their gradients; None: they are sent as they are."""
 
     fp8_grouped_experts: GroupedExperts | None = None
     """This rank's experts, where they are computed by grouped products."""
@@ -116,11 +117,10 @@ class ExpertParallel(nn.Module):
             factors = [1 / self.ep_size] * held
         else:
             of_all = numbers[-1]
-        encoding = DEFAULT if self.sends_fp8 else None
-        rows = exchange_rows(rows, sent, received, group, encoding)
+        rows = exchange_rows(rows, sent, received, group, self.encoding)
         own = list(islice(self.experts, self.expert_start_idx, self.expert_start_idx + held))
         made = run_experts(rows, by_sender, own, factors, self.fp8_grouped_experts, of_all / self.moe_dp_size)
-        return exchange_rows(made, received, sent, group, encoding)
+        return exchange_rows(made, received, sent, group, self.encoding)
 
 
 class FP8EPMixtralSparseMoeBlock(ExpertParallel, EPMixtralSparseMoeBlock):
@@ -171,12 +171,12 @@ BLOCKS: dict[type[nn.Module], type[Any]] = {
 }
 
 
-def convert_blocks(model: nn.Module, *, communication: bool) -> int:
+def convert_blocks(model: nn.Module, *, encoding: Encoding | None) -> int:
     """Turn a model's expert-parallel blocks into those of this file, in place.
 
     Args:
         model: sharded by Colossal-AI.
-        communication: send tokens and their gradients in FP8.
+        encoding: of tokens and their gradients; None sends them as they are.
 
     Returns:
         How many blocks there are.
@@ -184,7 +184,7 @@ def convert_blocks(model: nn.Module, *, communication: bool) -> int:
     blocks = [module for module in model.modules() if type(module) in (*BLOCKS, *BLOCKS.values())]
     for block in blocks:
         change_class(block, BLOCKS.get(type(block), type(block)))
-        block.sends_fp8 = communication
+        block.encoding = encoding
         _group_experts(block)
         if not isinstance(block.gate, nn.Linear):  # DeepSeek's: a module with a product of its own
             remember_kept(block.gate, WHY_NOT_ROUTERS)

@@ -42,6 +42,10 @@ class FP8PipelineCommunication(PipelineP2PCommunication):
     decide by the message's metadata: names, shapes and dtypes.
     """
 
+    def __init__(self, stage_manager: Any, overlap_p2p: bool, encoding: comm.Encoding = comm.encoding.DEFAULT) -> None:
+        super().__init__(stage_manager, overlap_p2p)
+        self.encoding = encoding
+
     # Colossal-AI's signatures. Activations go from the stage before to the next, and gradients the other way.
 
     def recv_forward(self, prev_rank: int | None = None, metadata_recv: P2PMetadata | None = None) -> Received:
@@ -164,7 +168,14 @@ class FP8PipelineCommunication(PipelineP2PCommunication):
     ) -> list[comm.P2POp]:
         group = self.stage_manager.get_p2p_process_group()
         return [
-            comm.P2POp(op, tensor.contiguous(), peer, group, uncompressed=_uncompressed_reason(name, tensor.dtype))
+            comm.P2POp(
+                op,
+                tensor.contiguous(),
+                peer,
+                group,
+                encoding=self.encoding,
+                uncompressed=_uncompressed_reason(name, tensor.dtype),
+            )
             for name, tensor in zip(_names(metadata), tensors, strict=True)
         ]
 
@@ -203,14 +214,15 @@ def _uncompressed_reason(name: str, dtype: torch.dtype) -> str | None:
     return None  # the count names its dtype
 
 
-def compress_pipeline(plugin: Any) -> None:
+def compress_pipeline(plugin: Any, encoding: comm.Encoding = comm.encoding.DEFAULT) -> None:
     """Let the stages of a plugin's pipeline send each other FP8, whichever its schedule; without a pipeline, nothing.
 
     Args:
         plugin: a HybridParallelPlugin made by Colossal-AI's constructor.
+        encoding: of the messages.
     """
     scheduler = plugin.scheduler
     if scheduler is not None:
         native = scheduler.comm
-        scheduler.comm = FP8PipelineCommunication(native.stage_manager, native.overlap_p2p)
+        scheduler.comm = FP8PipelineCommunication(native.stage_manager, native.overlap_p2p, encoding)
         scheduler.fp8_communication = False  # Colossal-AI's own casts, before and after the transport

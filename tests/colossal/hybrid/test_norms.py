@@ -46,10 +46,10 @@ def test_the_norm_is_that_of_sums_over_ranks_which_torch_does_not_count_as_chang
     add = comm.all_reduce_coalesced
     changed = []
 
-    def add_unseen(tensors: list[torch.Tensor], *arguments: Any) -> None:
+    def add_unseen(tensors: list[torch.Tensor], *arguments: Any, **named: Any) -> None:
         changed.extend(tensors)
         with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
-            add(tensors, *arguments)
+            add(tensors, *arguments, **named)
 
     # of so few gradients they would be found in the step
     noted = mock.patch.object(noted_norms, "NORM_BYTES", 0)

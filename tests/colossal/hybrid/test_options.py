@@ -283,7 +283,9 @@ def test_gradients_that_tensor_parallel_ranks_hold_alike_share_no_scale_with_tho
         for name, parameter in network.items():
             parameter.grad = torch.randn(300) * (size if name == "shard" else 1.0)
         comm.reset_statistics()
-        FP8HybridParallelModule.sync_dp_grads(SimpleNamespace(dp_group=dist.group.WORLD, module=network, stage_sums=()))
+        FP8HybridParallelModule.sync_dp_grads(
+            SimpleNamespace(dp_group=dist.group.WORLD, module=network, stage_sums=(), encoding=Encoding())
+        )
         assert not comm.statistics()["all_reduce"].uncompressed
         found.append(network["whole"].grad)
     assert torch.equal(*found)

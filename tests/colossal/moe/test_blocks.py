@@ -13,6 +13,7 @@ from torch import nn
 
 import fp8booster.colossal  # noqa: F401  (patches colossalai before it is imported)
 from fp8booster import FP8Config, comm, convert_to_fp8, report
+from fp8booster.comm import Encoding
 from fp8booster.monitor.traffic import count_traffic
 from fp8booster.nn.experts.dispatch import exchange_rows, run_experts
 from tests.colossal.moe.models import EXPERTS, DeepseekMoE, deepseek_v3_block, tiny_mixtral
@@ -51,7 +52,7 @@ def spread_block(kind: str, *, communication: bool, expert_parallel: bool = True
     if kind != "DeepSeek-V3":
         groups["tp_group"] = alone()
     block = native.from_native_module(whole_block(kind), **groups)
-    assert convert_blocks(block, communication=communication) == 1
+    assert convert_blocks(block, encoding=Encoding() if communication else None) == 1
     return block
 
 
@@ -208,10 +209,10 @@ def test_experts_are_grouped_where_they_are_in_fp8_and_to_be_fused(fused: bool) 
     from fp8booster.colossal.moe import convert_blocks
 
     block = spread_block("Mixtral", communication=False).bfloat16()
-    convert_blocks(block, communication=False)
+    convert_blocks(block, encoding=None)
     assert block.fp8_grouped_experts is None
     convert_to_fp8(block, FP8Config(emulate=True, fused=fused))
-    convert_blocks(block, communication=False)
+    convert_blocks(block, encoding=None)
     assert (block.fp8_grouped_experts is not None) == fused
 
 
