@@ -89,50 +89,29 @@ class LayerGraphs:
         """Return what a layer's forward gives: by a replay in training, once a call of the kind was captured."""
         if not layer.training or torch.compiler.is_compiling():
             return forward(*args, **kwargs)
-        replayed = False
+        replayed, given = False, list[Tensor]()
         try:  # a second forward of checkpointing breaks off
-            replayed, made = self._replayed(forward, layer, args, kwargs)
+            kind = self._kind_of(layer, args, kwargs, given)
+            if kind is not None and kind.calls < WARM_UP:
+                self.why_not = TOO_EARLY
+                return _warm_up(kind, forward, args, kwargs, given[0].device)
+            pairs = 0 if kind is None else len(kind.pairs)
+            pair = None if kind is None else self._pair(kind, forward, layer, args, kwargs, given)
+            if kind is not None and pair is not None:
+                try:
+                    made = pair.run(given)
+                    replayed = len(kind.pairs) == pairs  # a capture runs the layer's own forward too
+                    return made
+                except Moved:  # begin anew with the kind
+                    kind.pairs.clear()
+                    kind.calls, kind.moves = 0, kind.moves + 1
+                    if kind.moves == MOST_MOVES:
+                        kind.why_not = "its weights move"
+                    self.why_not = kind.why_not or "its weights have moved"
+            return forward(*args, **kwargs)
         finally:
             if not replayed:
                 self._note_attributes()  # what the layer's own forward has changed is no reason to capture it anew
-        return made
-
-    def _replayed(
-        self, forward: Callable[..., Any], layer: nn.Module, args: tuple, kwargs: dict[str, Any]
-    ) -> tuple[bool, Any]:
-        """Return whether a call in training was a replay alone, and what it gave."""
-        if not torch.is_grad_enabled():
-            self._ran_without_gradients = True
-            return False, forward(*args, **kwargs)
-        if torch._C._current_graph_task_id() != -1:  # checkpointing of a forward that was not replayed
-            if self._ran_without_gradients:
-                self.why_not = "checkpointing computes it again within backward; use use_reentrant=False"
-            return False, forward(*args, **kwargs)
-        self._ran_without_gradients = False
-        if any(looks() for looks in self._shared.looks_inside):
-            self.why_not = "a recording samples this step"
-            return False, forward(*args, **kwargs)
-        given: list[Tensor] = []
-        self.why_not = self._why_never(layer)
-        kind = self._kind_of(args, kwargs, given) if self.why_not is None else None
-        if kind is None:
-            return False, forward(*args, **kwargs)
-        if kind.calls < WARM_UP:
-            self.why_not = TOO_EARLY
-            return False, _warm_up(kind, forward, args, kwargs, given[0].device)
-        # a call that captures runs the layer's own forward too, which may change attributes
-        pairs = len(kind.pairs)
-        pair = self._pair(kind, forward, layer, args, kwargs, given)
-        if pair is not None:
-            try:
-                return len(kind.pairs) == pairs, pair.run(given)
-            except Moved:  # begin anew with the kind
-                kind.pairs.clear()
-                kind.calls, kind.moves = 0, kind.moves + 1
-                if kind.moves == MOST_MOVES:
-                    kind.why_not = "its weights move"
-                self.why_not = kind.why_not or "its weights have moved"
-        return False, forward(*args, **kwargs)
 
     def _why_never(self, layer: nn.Module) -> str | None:
         """Return why a layer as it is now cannot be captured."""
@@ -188,8 +167,20 @@ class LayerGraphs:
                 return "CUDA graphs take a GPU"
         return None
 
-    def _kind_of(self, args: tuple, kwargs: dict[str, Any], given: list[Tensor]) -> _Kind | None:
-        """Return the kind of a call, if it has one, and append the call's tensors."""
+    def _kind_of(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any], given: list[Tensor]) -> _Kind | None:
+        """Return the kind of a call in training, if it has one, and append the call's tensors."""
+        if not torch.is_grad_enabled():
+            self._ran_without_gradients = True
+            return None
+        if torch._C._current_graph_task_id() != -1:  # checkpointing of a forward that was not replayed
+            if self._ran_without_gradients:
+                self.why_not = "checkpointing computes it again within backward; use use_reentrant=False"
+            return None
+        self._ran_without_gradients = False
+        looks_inside = any(looks() for looks in self._shared.looks_inside)
+        self.why_not = "a recording samples this step" if looks_inside else self._why_never(layer)
+        if self.why_not is not None:
+            return None
         try:
             key = flatten((args, kwargs), given), _autocast(given), _saving()
         except Unsupported as error:
