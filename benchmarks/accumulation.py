@@ -19,7 +19,8 @@ from benchmarks.harness import command, environment
 from benchmarks.harness.results import Column, Record, Result, Table
 from fp8booster import formats
 from fp8booster.kernels.product import product
-from fp8booster.tensor import QuantizedMatrix, quantize
+from fp8booster.scaling import INPUT, WEIGHT, RealTime
+from fp8booster.tensor import QuantizedMatrix
 
 SHAPES = {"q+k+v": (4096, 12288), "gate+up": (4096, 22016), "down": (11008, 4096)}
 """K and N of LLaMA-7B's layers."""
@@ -62,8 +63,8 @@ def errors(kind: str, a: torch.Tensor, b: torch.Tensor) -> Record:
         kind: "fprop", "dgrad" or "wgrad", which says the formats.
         a, b: [R, K] and [C, K], BF16.
     """
-    a8 = quantize(a, formats.E4M3 if kind == "fprop" else formats.E5M2)
-    b8 = quantize(b, formats.E4M3)
+    a8 = RealTime().cast(INPUT, a, formats.E4M3 if kind == "fprop" else formats.E5M2)
+    b8 = RealTime().cast(WEIGHT, b, formats.E4M3)
     rows = torch.linspace(0, len(a) - 1, min(ROWS, len(a)), device=a.device).long()
     truth = a[rows].double() @ b.double().t()
     of_fp8 = _values(a8)[rows] @ _values(b8).t()

@@ -7,9 +7,7 @@ from typing import NamedTuple
 import torch
 
 from fp8booster.kernels.alignment import BLOCK
-from fp8booster.kernels.blockwise_cast import blockwise_cast, decoded
-from fp8booster.kernels.cast import cast
-from fp8booster.kernels.rowwise_cast import rowwise_cast
+from fp8booster.kernels.blockwise_cast import decoded
 
 
 class QuantizedMatrix(NamedTuple):
@@ -74,30 +72,3 @@ def stored_scale(inverse_scale: torch.Tensor, rows: int, columns: int) -> torch.
 
 def _dequantized(data: torch.Tensor, inverse_scale: torch.Tensor) -> torch.Tensor:
     return decoded(data, inverse_scale) if inverse_scale.dim() == 2 else data.float() * inverse_scale.view(-1, 1)
-
-
-def quantize(
-    matrix: torch.Tensor,
-    dtype: torch.dtype,
-    *,
-    plain: bool = True,
-    transposed: bool = False,
-    scale_for: str = "tensor",
-    power_of_two: bool = False,
-    amax: torch.Tensor | None = None,
-) -> QuantizedMatrix:
-    """Cast a matrix to FP8 with real-time scales.
-
-    Args:
-        matrix: [R, C], BF16, FP16 or FP32.
-        dtype, plain, transposed, power_of_two: as in `kernels.cast.cast`.
-        scale_for: what has a scale of its own: the "tensor"; each "row" of each layout; each "group" of 128 values of a
-            row; each "block" of 128 x 128.
-        amax: as in `kernels.cast.cast`, for one scale; finer ones find their own.
-    """
-    layouts = {"plain": plain, "transposed": transposed, "power_of_two": power_of_two}
-    if scale_for == "tensor":
-        return QuantizedMatrix(*cast(matrix, dtype, amax=amax, **layouts), None)
-    if scale_for == "row":
-        return QuantizedMatrix(*rowwise_cast(matrix, dtype, **layouts))
-    return QuantizedMatrix(*blockwise_cast(matrix, dtype, square=scale_for == "block", **layouts))

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from fp8booster.formats import E4M3
-from fp8booster.tensor import quantize
+from tests.kernels.matrices import quantize
 
 
 @pytest.mark.parametrize("scale_for", ["tensor", "row", "group", "block"])

@@ -9,7 +9,7 @@ import torch
 
 from fp8booster import formats
 from fp8booster.kernels.product import product
-from fp8booster.tensor import quantize
+from fp8booster.scaling import INPUT, WEIGHT, RealTime
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,9 @@ class ProductKind:
     precision: str
     left: torch.dtype = torch.bfloat16
     fast_accumulation: bool = False
-    scale_for: str = "tensor"
-    right_scale_for: str | None = None
-    """As `scale_for`, of the right operand; None: the same."""
+    scaling: RealTime = RealTime()
+    by_blocks: bool = False
+    """The right operand is a weight, with a scale for each block."""
     by_rows: bool = False
     """The tensor's scale is given once for each row."""
 
@@ -31,9 +31,13 @@ BF16 = ProductKind("BF16", "BF16")
 FAST = ProductKind("E4M3 x E4M3 fast", "FP8", formats.E4M3, fast_accumulation=True)
 EXACT = ProductKind("E4M3 x E4M3", "FP8", formats.E4M3)
 GRADIENT = ProductKind("E5M2 x E4M3", "FP8", formats.E5M2)
-ROWWISE = ProductKind("E4M3 rowwise fast", "FP8", formats.E4M3, fast_accumulation=True, scale_for="row")
-BLOCKWISE = ProductKind("E4M3 blockwise", "FP8", formats.E4M3, scale_for="group", right_scale_for="block")
-BLOCKWISE_WGRAD = ProductKind("E4M3 by groups", "FP8", formats.E4M3, scale_for="group")
+ROWWISE = ProductKind(
+    "E4M3 rowwise fast", "FP8", formats.E4M3, fast_accumulation=True, scaling=RealTime("rowwise", power_of_two=False)
+)
+BLOCKWISE = ProductKind(
+    "E4M3 blockwise", "FP8", formats.E4M3, scaling=RealTime("blockwise", power_of_two=False), by_blocks=True
+)
+BLOCKWISE_WGRAD = ProductKind("E4M3 by groups", "FP8", formats.E4M3, scaling=RealTime("blockwise", power_of_two=False))
 KINDS = (BF16, FAST, EXACT, GRADIENT, ROWWISE, BLOCKWISE, BLOCKWISE_WGRAD)
 """Without "fast", partial sums are promoted to FP32 on the way."""
 
@@ -57,8 +61,9 @@ class Operands:
         """A function that multiplies these operands, cast beforehand."""
         if kind is BF16:
             return lambda: self.left @ self.right.t()
-        left = quantize(self.left, kind.left, scale_for=kind.scale_for)
-        right = quantize(self.right, formats.E4M3, scale_for=kind.right_scale_for or kind.scale_for)
+        # weights have blocks, where inputs have groups
+        left = kind.scaling.cast(INPUT, self.left, kind.left)
+        right = kind.scaling.cast(WEIGHT if kind.by_blocks else INPUT, self.right, formats.E4M3)
         scales = [
             one.inverse_scale.repeat(len(one.data)) if kind.by_rows else one.inverse_scale for one in (left, right)
         ]

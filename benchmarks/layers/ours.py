@@ -7,9 +7,9 @@ from torch import nn
 
 from benchmarks.layers.layer import Forward, Inputs, Layer
 from fp8booster import FP8Config, FP8Linear, forget_weights
-from fp8booster.nn.linear.delivered_amax import deliver_amax
 from fp8booster.nn.linear.functional import linear_from_quantized
 from fp8booster.nn.weights.casting import Casts
+from fp8booster.nn.weights.delivered import deliver_amax
 from fp8booster.scaling import INPUT
 
 CONFIG = FP8Config()

@@ -22,7 +22,7 @@ def saturate(values: Tensor, dtype: torch.dtype) -> Tensor:
 def padded(matrix: Tensor, multiple: int = ALIGNMENT) -> Tensor:
     """Return a matrix, [R, C], in FP32 with zeros up to multiples of 16, or of another number."""
     rows, columns = matrix.shape
-    return F.pad(matrix.float(), (0, aligned(columns, multiple) - columns, 0, aligned(rows, multiple) - rows))
+    return F.pad(matrix.float(), (0, -columns % multiple, 0, -rows % multiple))
 
 
 def in_layouts(data: Tensor, *, plain: bool, transposed: bool) -> tuple[Tensor, Tensor]:

@@ -5,8 +5,7 @@ from fp8booster.nn.fused import fuse
 from fp8booster.nn.graphs import capture_layers
 from fp8booster.nn.linear.frozen import FrozenFP8Linear
 from fp8booster.nn.linear.functional import fp8_linear
-from fp8booster.nn.linear.layer import FP8Layer, forget_weights
-from fp8booster.nn.linear.linear import FP8Linear
+from fp8booster.nn.linear.layer import FP8Layer, FP8Linear, forget_weights
 from fp8booster.nn.quantize import quantize
 from fp8booster.nn.recording import Recording, record
 from fp8booster.nn.report import Report, report

@@ -17,8 +17,7 @@ from fp8booster.kernels.alignment import aligned, multiple_for
 from fp8booster.nn.adapters import follow_merges
 from fp8booster.nn.experts.held_as_one import FP8Experts, are_experts, why_not
 from fp8booster.nn.linear.frozen import FrozenLayer
-from fp8booster.nn.linear.layer import FP8Layer
-from fp8booster.nn.linear.linear import FP8Linear
+from fp8booster.nn.linear.layer import FP8Layer, FP8Linear
 from fp8booster.nn.linear.low_rank import low_rank_adapters
 from fp8booster.nn.modules import vocabulary_heads
 from fp8booster.nn.sharing import share_inputs

@@ -299,7 +299,8 @@ def _recomputed(model: nn.Module) -> Counter[str]:
 
 def _reads_its_own_tokens(block: nn.Module) -> bool:
     """Whether no product of a block reads tokens that ranks gather, which backward does not make again."""
-    return all(each.fp8_exchange().input_key is None for each in block.modules() if isinstance(each, FP8Layer))
+    exchanges = (each.fp8_exchange() for each in block.modules() if isinstance(each, FP8Layer))
+    return all(exchange is None or exchange.input_key is None for exchange in exchanges)
 
 
 def _fused_parts(

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from fp8booster.kernels.blockwise_cast import blockwise_cast
+from fp8booster.kernels.cast import cast
+from fp8booster.kernels.rowwise_cast import rowwise_cast
 from fp8booster.scaling.checks import require_one_of, require_switch
 from fp8booster.scaling.contract import GRANULARITIES, WEIGHT, Scaling, State
-from fp8booster.tensor import QuantizedMatrix, quantize
-
-_SCALE_FOR = {"tensorwise": ("tensor", "tensor"), "rowwise": ("row", "row"), "blockwise": ("group", "block")}
-"""What has a scale of its own in (inputs and gradients, weights), as in `tensor.quantize`."""
+from fp8booster.tensor import QuantizedMatrix
 
 
 @dataclass(frozen=True)
@@ -53,15 +54,12 @@ class RealTime(Scaling):
         state: State | None = None,
     ) -> QuantizedMatrix:
         """As `Scaling.cast`; finer scales than one a tensor find their own amaxes."""
-        return quantize(
-            matrix,
-            dtype,
-            plain=plain,
-            transposed=transposed,
-            scale_for=_SCALE_FOR[self.granularity][role == WEIGHT],
-            power_of_two=self.power_of_two,
-            amax=amax,
-        )
+        layouts: dict[str, Any] = {"plain": plain, "transposed": transposed, "power_of_two": self.power_of_two}
+        if self.granularity == "tensorwise":
+            return QuantizedMatrix(*cast(matrix, dtype, amax=amax, **layouts), None)
+        if self.granularity == "rowwise":
+            return QuantizedMatrix(*rowwise_cast(matrix, dtype, **layouts))
+        return QuantizedMatrix(*blockwise_cast(matrix, dtype, square=role == WEIGHT, **layouts))
 
     @property
     def for_engines(self) -> RealTime | None:

@@ -13,7 +13,7 @@ import torch
 import transformers.cache_utils
 
 from fp8booster.formats import E4M3
-from fp8booster.tensor import quantize
+from fp8booster.scaling import INPUT, RealTime
 
 cache_utils: Any = transformers.cache_utils  # its classes are others in another version
 
@@ -32,7 +32,7 @@ def pack(states: torch.Tensor) -> torch.Tensor:
     rows = states.reshape(-1, states.shape[-1])  # a row is a token in a head, whose amax others do not change
     if not len(rows):
         return states.new_empty((*states.shape[:-1], states.shape[-1] + _SCALE_BYTES), dtype=torch.uint8)
-    quantized = quantize(rows.detach(), E4M3, scale_for="row")
+    quantized = RealTime("rowwise", power_of_two=False).cast(INPUT, rows.detach(), E4M3)
     data = quantized.data[: len(rows), : rows.shape[1]].view(torch.uint8)
     scales = quantized.inverse_scale[: len(rows), None].view(torch.uint8)
     # in one tensor, so that transformers crops, reorders and selects tokens together with their scales

@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from fp8booster.scaling import INPUT, WEIGHT, RealTime
+from fp8booster.tensor import QuantizedMatrix
+
 SHAPES = [(1, 1), (1, 16), (16, 1), (1, 5000), (5000, 1), (16, 16), (17, 5), (33, 130), (257, 96), (300, 1041)]
 
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -59,3 +62,12 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(nan, other.float().isnan()) and torch.equal(
         one.view(bits).masked_fill(nan, 0), other.view(bits).masked_fill(nan, 0)
     )
+
+
+def quantize(
+    matrix: torch.Tensor, dtype: torch.dtype, *, scale_for: str = "tensor", power_of_two: bool = False, **how: object
+) -> QuantizedMatrix:
+    """Cast a matrix by real-time scales, one for the "tensor", each "row", "group" of 128 or "block" of 128 x 128."""
+    granularity = {"tensor": "tensorwise", "row": "rowwise"}.get(scale_for, "blockwise")
+    role = WEIGHT if scale_for == "block" else INPUT
+    return RealTime(granularity, power_of_two).cast(role, matrix, dtype, **how)

@@ -13,9 +13,9 @@ from fp8booster import formats
 from fp8booster.kernels.blockwise_cast import scales_of_groups
 from fp8booster.kernels.cast import saturate
 from fp8booster.kernels.cast_statistics import FIELDS, cast_statistics
-from fp8booster.tensor import QuantizedMatrix, quantize
+from fp8booster.tensor import QuantizedMatrix
 from tests.kernels.interpreted import interpreted
-from tests.kernels.matrices import SHAPES, VIEWS, special, spread
+from tests.kernels.matrices import SHAPES, VIEWS, quantize, special, spread
 
 SCALES = ("tensor", "row", "group", "block")
 

@@ -9,9 +9,8 @@ from fp8booster import formats
 from fp8booster.kernels.cast import cast
 from fp8booster.kernels.product import product
 from fp8booster.kernels.rowwise_cast import channel_cast, column_amax
-from fp8booster.tensor import quantize
 from tests.kernels.interpreted import interpreted
-from tests.kernels.matrices import SHAPES, VIEWS, exact, same, spread
+from tests.kernels.matrices import SHAPES, VIEWS, exact, quantize, same, spread
 
 LAYOUTS = [(True, False), (False, True), (True, True)]
 

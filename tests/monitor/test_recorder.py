@@ -15,7 +15,8 @@ from fp8booster.kernels.message_layout import side_by_side
 from fp8booster.kernels.rowwise_cast import channel_cast
 from fp8booster.monitor.recorder import Recorder
 from fp8booster.monitor.watchdog import Watchdog
-from fp8booster.tensor import QuantizedMatrix, quantize
+from fp8booster.tensor import QuantizedMatrix
+from tests.kernels.matrices import quantize
 
 ENCODINGS = [Encoding(), Encoding(format=formats.E5M2, block_size=32), Encoding(block_size=None)]
 

@@ -11,7 +11,7 @@ from torch import nn
 from fp8booster import FP8Config, convert_to_fp8, fp8_linear, report
 from fp8booster.config import Activations, WeightCopies
 from fp8booster.nn.fused.merged_layers import merged_layers
-from fp8booster.tensor import quantize
+from tests.kernels.matrices import quantize
 from tests.nn import reference
 from tests.nn.fused.models import batch, build
 from tests.nn.fused.test_decoder import fused

@@ -22,8 +22,8 @@ from fp8booster.nn.held_casts import joined, plain_name
 from fp8booster.nn.recording import NonFiniteStep
 from fp8booster.optim import AdamW
 from fp8booster.optim.gradient_sums import value_of
-from fp8booster.tensor import quantize
 from tests.colossal.moe.models import tiny_mixtral
+from tests.kernels.matrices import quantize
 from tests.nn.models import tiny_llama
 
 CONFIG = FP8Config(always=True)

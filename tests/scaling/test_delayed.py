@@ -46,7 +46,7 @@ def inverse(amax: float) -> float:
 
 @pytest.mark.parametrize("known", [False, True])
 def test_the_scale_is_that_of_the_largest_amax_of_the_steps_before(known: bool) -> None:
-    casts = Casts.in_training(DELAYED)
+    casts = Casts.of_layer(DELAYED)
     assert [cast(casts, value, known=known) for value in (1.0, 4.0, 2.0)] == [inverse(1.0), inverse(4.0), inverse(2.0)]
     for value, expected in ((8.0, 4.0), (1.0, 8.0), (1.0, 8.0), (1.0, 1.0)):  # of two steps
         note_step()
@@ -56,7 +56,7 @@ def test_the_scale_is_that_of_the_largest_amax_of_the_steps_before(known: bool) 
 
 def test_the_most_recent_amax_and_a_margin_are_options() -> None:
     config = FP8Config(scaling=Delayed(amax="most recent", margin=3))
-    casts = Casts.in_training(config)
+    casts = Casts.of_layer(config)
     assert cast(casts, 4.0) == inverse(4.0)
     for value, expected in ((1.0, 4.0), (2.0, 1.0), (0.0, 2.0), (1.0, 2.0)):  # zero says nothing
         note_step()
@@ -65,7 +65,7 @@ def test_the_most_recent_amax_and_a_margin_are_options() -> None:
 
 def test_a_constant_scale_is_two_to_the_power_asked_for() -> None:
     config = FP8Config(scaling=Constant(forward_bias=3, gradient_bias=-2))
-    casts, x = Casts.in_training(config), torch.randn(2, 16)
+    casts, x = Casts.of_layer(config), torch.randn(2, 16)
     roles = ((INPUT, formats.E4M3, 3), (WEIGHT, formats.E4M3, 3), (OUTPUT_GRADIENT, formats.E5M2, -2))
     for factor in (1.0, 1e4):
         for role, dtype, bias in roles:
@@ -102,7 +102,7 @@ def test_what_is_not_finite_reaches_loss_and_gradients_and_not_the_next_step(bad
 
 
 def test_what_is_larger_than_before_saturates() -> None:
-    casts = Casts.in_training(DELAYED)
+    casts = Casts.of_layer(DELAYED)
     cast(casts, 1.0)
     note_step()
     made = casts.quantize(INPUT, torch.full((1, 16), 100.0), dtype=formats.E4M3)
@@ -110,7 +110,7 @@ def test_what_is_larger_than_before_saturates() -> None:
 
 
 def test_one_pass_finds_an_amax_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    casts = Casts.in_training(DELAYED)
+    casts = Casts.of_layer(DELAYED)
     cast(casts, 1.0)
     note_step()
     by_known, finding = (count_calls(monkeypatch, module, name) for name in ("cast", "cast_by"))
@@ -247,7 +247,7 @@ def test_compiled_code_computes_what_eager_code_does() -> None:
 
 
 def test_a_copy_begins_anew() -> None:
-    casts = Casts.in_training(DELAYED)
+    casts = Casts.of_layer(DELAYED)
     cast(casts, 1.0)
     note_step()
     assert cast(copy.deepcopy(casts), 4.0) == inverse(4.0)
@@ -297,7 +297,7 @@ def test_the_report_names_the_scaling() -> None:
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("config", [DELAYED, FP8Config(scaling="constant", emulate=True)], ids=["delayed", "constant"])
 def test_a_gpu_casts_the_bits_of_the_cpu_and_the_host_does_not_wait(config: FP8Config, known: bool) -> None:
-    on_gpu, on_cpu = Casts.in_training(config), Casts.in_training(config)
+    on_gpu, on_cpu = Casts.of_layer(config), Casts.of_layer(config)
     for step_number in range(5):
         torch.manual_seed(step_number)
         matrices = [(torch.randn(300, 144) * 2.0**step_number).bfloat16() for _ in range(2)]

@@ -11,7 +11,7 @@ from torch.utils.benchmark import Timer
 from fp8booster import formats
 from fp8booster.kernels.device import why_no_fp8
 from fp8booster.kernels.product import product
-from fp8booster.tensor import quantize
+from fp8booster.scaling import INPUT, RealTime
 
 FPROP = (formats.E4M3, formats.E4M3)
 BACKWARD = (formats.E5M2, formats.E4M3)
@@ -73,8 +73,8 @@ def check(device: torch.device, operands: tuple[torch.dtype, torch.dtype]) -> Ch
         return Check(str(device), names, None, reason)
     rows, depth, columns = 256, 512, 384
     try:
-        a = quantize(torch.randn(rows, depth, dtype=torch.float32, device=device), operands[0])
-        b = quantize(torch.randn(columns, depth, dtype=torch.float32, device=device), operands[1])
+        a = RealTime().cast(INPUT, torch.randn(rows, depth, dtype=torch.float32, device=device), operands[0])
+        b = RealTime().cast(INPUT, torch.randn(columns, depth, dtype=torch.float32, device=device), operands[1])
         result = product(a.data, b.data, a.inverse_scale, b.inverse_scale, out_dtype=torch.bfloat16).double()
     except RuntimeError as failure:
         return Check(str(device), names, None, f"the product failed: {str(failure).partition(chr(10))[0]}")
@@ -94,7 +94,7 @@ def speeds(device: torch.device) -> list[Speed]:
 def _speed(device: torch.device, tokens: int, features_in: int, features_out: int) -> Speed:
     x = torch.randn(tokens, features_in, device=device, dtype=torch.bfloat16)
     w = torch.randn(features_out, features_in, device=device, dtype=torch.bfloat16)
-    a, b = quantize(x, FPROP[0]), quantize(w, FPROP[1])
+    a, b = RealTime().cast(INPUT, x, FPROP[0]), RealTime().cast(INPUT, w, FPROP[1])
     fp8 = partial(product, a.data, b.data, a.inverse_scale, b.inverse_scale, out_dtype=torch.bfloat16)
     runs = {"bf16": lambda: x @ w.t(), "fp8": fp8, "fp8_fast": partial(fp8, fast_accumulation=True)}
     timers = {name: Timer("run()", globals={"run": run}) for name, run in runs.items()}

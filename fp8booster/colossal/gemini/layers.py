@@ -25,8 +25,8 @@ from fp8booster.nn.fused.causal_lm_loss import fused_head
 from fp8booster.nn.fused.head import HeldHead
 from fp8booster.nn.fused.merged_layers import MergedLayers, merged_layers
 from fp8booster.nn.fused.norm import FusedNorm
-from fp8booster.nn.linear.delivered_amax import deliver_amax, delivered_amax
 from fp8booster.nn.modules import PASSES_ON, change_class, mixed_class
+from fp8booster.nn.weights.delivered import deliver_amax, delivered_amax
 from fp8booster.nn.weights.resharded import ReshardedWeight
 
 Made = TypeVar("Made", bound=torch.Tensor | tuple[torch.Tensor, ...] | None)

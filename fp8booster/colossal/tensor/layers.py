@@ -37,7 +37,7 @@ from fp8booster.colossal.pipeline import defer_weight_gradient
 from fp8booster.config import FP8Config
 from fp8booster.nn import FP8Layer
 from fp8booster.nn.convert import KINDS, Kinds, convert_to_fp8
-from fp8booster.nn.linear.exchange import NO_EXCHANGE, Exchange
+from fp8booster.nn.linear.exchange import Exchange
 from fp8booster.nn.linear.functional import Defer
 from fp8booster.nn.parallel.tensor_parallel import ColumnParallel, RowParallel, SequenceColumn, SequenceRow
 
@@ -55,10 +55,10 @@ class _ShardedLayer(FP8Layer):
     alone: ClassVar[type[Exchange]]
     along_sequence: ClassVar[type[Exchange]]
 
-    def fp8_exchange(self) -> Exchange:
+    def fp8_exchange(self) -> Exchange | None:
         """Return the exchange of the layer's group: in Colossal-AI with `seq_parallel_mode` and without."""
         if dist.get_world_size(self.process_group) == 1:
-            return NO_EXCHANGE
+            return None
         if is_share_sp_tp(self.seq_parallel_mode):
             dimension = getattr(self, "seq_parallel_dim", 1)
             return self.along_sequence(self.process_group, dimension, communication=self.fp8_communication)
@@ -89,8 +89,8 @@ class _ShardedLayer(FP8Layer):
 class _WholeLayer(_ShardedLayer):
     """A layer whose weight every rank holds whole."""
 
-    def fp8_exchange(self) -> Exchange:
-        return NO_EXCHANGE
+    def fp8_exchange(self) -> Exchange | None:
+        return None
 
     def fp8_merges_by(self) -> Hashable | None:
         return None if self.skip_bias_add else (type(self), self.use_zbv)

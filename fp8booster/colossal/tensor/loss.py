@@ -38,8 +38,8 @@ from fp8booster.nn.fused.causal_lm_loss import (
 )
 from fp8booster.nn.fused.head import head_loss, why_not_bypassed
 from fp8booster.nn.fused.vocabulary import VocabularyPart
-from fp8booster.nn.linear.delivered_amax import deliver_amax, delivered_amax
-from fp8booster.nn.linear.linear import FP8Linear
+from fp8booster.nn.linear.layer import FP8Linear
+from fp8booster.nn.weights.delivered import deliver_amax, delivered_amax
 
 _FORWARDS = (
     "LlamaPipelineForwards.llama_for_causal_lm_forward",

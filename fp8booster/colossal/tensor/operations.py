@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from fp8booster import comm
 from fp8booster.comm.observer import observer
 from fp8booster.comm.threshold import minimum_bytes
-from fp8booster.nn.autograd import once_differentiable
+from fp8booster.nn.linear.functional import once_differentiable
 
 Group = dist.ProcessGroup
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from fp8booster.comm.collectives import all_to_all_single
 from fp8booster.comm.encoding import DEFAULT, Encoding
-from fp8booster.nn.autograd import linear_map
 from fp8booster.nn.experts.grouped import GroupedExperts
+from fp8booster.nn.linear.functional import linear_map
 
 Expert = Callable[[torch.Tensor], torch.Tensor]
 

@@ -25,8 +25,7 @@ from fp8booster.nn.experts.gated import gate_up_down, why_not_gated
 from fp8booster.nn.experts.grouped_linear import GroupedWeight, cast_experts, grouped_linear
 from fp8booster.nn.experts.row_layout import RowLayout, permute, unpermute
 from fp8booster.nn.fused.pointwise import Saving, activate
-from fp8booster.nn.linear.layer import FP8Layer
-from fp8booster.nn.linear.linear import FP8Linear
+from fp8booster.nn.linear.layer import FP8Layer, FP8Linear
 from fp8booster.nn.linear.speed_model import computes_in_fp8
 from fp8booster.nn.modules import held_by_modules, must_be_called
 from fp8booster.nn.weights.casting import Casts
@@ -79,7 +78,7 @@ def _grouped_weight(layers: Sequence[FP8Layer], experts: int, provided: bool, ca
 
 def _casts(config: FP8Config) -> dict[str, Casts]:
     """Return the casts of the products of experts that compute as one."""
-    return {name: Casts.in_training(config) for name in ("gate_up", "down")}
+    return {name: Casts.of_layer(config) for name in ("gate_up", "down")}
 
 
 class GroupedExperts:

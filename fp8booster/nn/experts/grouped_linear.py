@@ -26,8 +26,7 @@ import torch
 from fp8booster.formats import E4M3
 from fp8booster.kernels.grouped_product import Groups, grouped_product, summed_product
 from fp8booster.kernels.transpose import transposed
-from fp8booster.nn.autograd import once_differentiable
-from fp8booster.nn.linear.delivered_amax import delivered_amax
+from fp8booster.nn.linear.functional import once_differentiable
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.source import BackwardWeight
 from fp8booster.scaling import INPUT, OUTPUT_GRADIENT
@@ -111,7 +110,7 @@ def grouped_linear(
         [M, N] BF16.
     """
     for_weight = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
-    x = casts.quantize(INPUT, input, transposed=for_weight, amax=delivered_amax(input))
+    x = casts.quantize(INPUT, input, transposed=for_weight)
     return _GroupedLinear.apply(input, x, w, groups, casts, weight_gradient_factors, backward_weight, *weights)
 
 
@@ -161,10 +160,7 @@ class _GroupedLinear(torch.autograd.Function):
         x8_transpose, x_inverse_scale, w8, w_inverse_scales = ctx.saved_tensors
         options, groups = ctx.casts.config.product_options, ctx.groups
         for_input, for_weight = ctx.for_input, x8_transpose is not None
-        amax = delivered_amax(gradient)
-        dy = ctx.casts.quantize(
-            OUTPUT_GRADIENT, gradient, plain=for_input, transposed=for_weight, amax=amax, dtype=E4M3
-        )
+        dy = ctx.casts.quantize(OUTPUT_GRADIENT, gradient, plain=for_input, transposed=for_weight, dtype=E4M3)
         dx: torch.Tensor | None = None
         dw: Sequence[torch.Tensor | None] = (None,) * len(ctx.shapes)
         if for_input:

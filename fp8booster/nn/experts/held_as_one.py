@@ -31,11 +31,10 @@ from fp8booster.nn.fused.pointwise import Saving, activate
 from fp8booster.nn.fused.trials import gates_by_activation
 from fp8booster.nn.linear.speed_model import computes_in_fp8
 from fp8booster.nn.modules import change_class, mixed_class
-from fp8booster.nn.weights.cached import CachedWeight
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.freshness import is_captured, look_again
 from fp8booster.nn.weights.resharded import ReshardedWeight
-from fp8booster.nn.weights.source import WeightSource
+from fp8booster.nn.weights.source import CachedWeight, WeightSource
 
 _DOWN = "down_proj"
 
@@ -126,7 +125,7 @@ class FP8Experts(nn.Module):
     def _start_fp8(self, config: FP8Config) -> None:
         self.fp8_config = config
         self.fp8_weights = {name: CachedWeight(self.is_transposed) for name in _names(self)}
-        self.fp8_casts = {name: Casts.in_training(config) for name in self.fp8_weights}
+        self.fp8_casts = {name: Casts.of_layer(config) for name in self.fp8_weights}
         self._fp8_ran = False
         self._fp8_reasons: dict[str, None] = {}
 

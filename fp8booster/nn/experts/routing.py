@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8booster.kernels.token_rows import sum_rows, sum_rows_backward
-from fp8booster.nn.autograd import linear_map, once_differentiable
 from fp8booster.nn.experts.host_copy import HostCopy
+from fp8booster.nn.linear.functional import linear_map, once_differentiable
 
 
 class Routes(NamedTuple):

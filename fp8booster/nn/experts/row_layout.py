@@ -11,7 +11,7 @@ import torch
 
 from fp8booster.kernels.alignment import ALIGNMENT, aligned
 from fp8booster.kernels.grouped_product import Groups
-from fp8booster.nn.autograd import linear_map
+from fp8booster.nn.linear.functional import linear_map
 
 
 class RowLayout(NamedTuple):

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from fp8booster.nn.autograd import once_differentiable
 from fp8booster.nn.fused.packing import Sequences
+from fp8booster.nn.linear.functional import once_differentiable
 
 _READ_BY_SDPA = ("is_causal", "position_bias", "cache", "softcap", "head_mask")
 """What transformers' attentions read of the arguments that a model passes on, and `attend` does not."""

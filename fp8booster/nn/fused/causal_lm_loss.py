@@ -29,8 +29,8 @@ from fp8booster.nn.fused.families import FAMILIES, MODELS
 from fp8booster.nn.fused.head import HEADS, head_loss, vocabulary_size, why_not_bypassed
 from fp8booster.nn.fused.lazy import LazyTensor
 from fp8booster.nn.fused.vocabulary import VocabularyPart
-from fp8booster.nn.linear.delivered_amax import deliver_amax, delivered_amax
 from fp8booster.nn.modules import run_with
+from fp8booster.nn.weights.delivered import deliver_amax, delivered_amax
 
 if TYPE_CHECKING:  # seconds to import, and there where there is a model
     from transformers.modeling_outputs import ModelOutput

@@ -15,12 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from fp8booster import formats
 from fp8booster.kernels.transpose import transposed
 from fp8booster.nn.fused.loss import linear_cross_entropy
-from fp8booster.nn.linear.delivered_amax import deliver_amax, delivered_amax
-from fp8booster.nn.linear.layer import FP8Layer, held_weight
-from fp8booster.nn.linear.linear import FP8Linear
+from fp8booster.nn.linear.layer import FP8Layer, FP8Linear, held_weight
 from fp8booster.nn.linear.speed_model import computes_in_fp8
 from fp8booster.nn.modules import has_hooks
 from fp8booster.nn.weights.casting import Casts
+from fp8booster.nn.weights.delivered import deliver_amax, delivered_amax
 from fp8booster.nn.weights.freshness import reusable
 from fp8booster.tensor import QuantizedMatrix
 

@@ -26,11 +26,10 @@ from fp8booster.kernels.alignment import aligned
 from fp8booster.kernels.cross_entropy import multiply_
 from fp8booster.kernels.device import require_fp8
 from fp8booster.kernels.product import product
-from fp8booster.nn.autograd import once_differentiable
 from fp8booster.nn.fused.vocabulary import VocabularyPart
-from fp8booster.nn.linear.delivered_amax import delivered_amax
-from fp8booster.nn.linear.functional import check_operands
+from fp8booster.nn.linear.functional import check_operands, once_differentiable
 from fp8booster.nn.weights.casting import Casts
+from fp8booster.nn.weights.delivered import delivered_amax
 from fp8booster.scaling import INPUT, OUTPUT_GRADIENT
 from fp8booster.tensor import QuantizedMatrix
 

@@ -21,16 +21,14 @@ from fp8booster.kernels.device import require_fp8
 from fp8booster.nn.linear.frozen import FrozenFP8Linear
 from fp8booster.nn.linear.functional import Defer, linear_from_quantized
 from fp8booster.nn.linear.inputs import is_plain
-from fp8booster.nn.linear.layer import FP8Layer, config_around, held_weight, without_adapter
-from fp8booster.nn.linear.linear import FP8Linear
-from fp8booster.nn.linear.recompute import delivered_recipe
+from fp8booster.nn.linear.layer import FP8Layer, FP8Linear, config_around, held_weight, without_adapter
 from fp8booster.nn.linear.shared_input import share_input
 from fp8booster.nn.linear.speed_model import computes_in_fp8
 from fp8booster.nn.modules import held_by_modules, hooks_of, must_be_called
-from fp8booster.nn.weights.cached import CachedWeight
 from fp8booster.nn.weights.casting import Casts
+from fp8booster.nn.weights.delivered import delivered_recipe
 from fp8booster.nn.weights.freshness import reusable
-from fp8booster.nn.weights.source import WeightSource
+from fp8booster.nn.weights.source import CachedWeight, WeightSource
 from fp8booster.nn.weights.stacking import are_stacked, stacked_view
 
 _in_training = attrgetter("training")
@@ -129,7 +127,7 @@ class MergedLayers(Merged):
         super().__init__(layers)
         self._reasons: dict[str, None] = {}
         self.fp8_weight = CachedWeight()
-        self.fp8_casts = Casts.in_training(layers[0].fp8_config)
+        self.fp8_casts = Casts.of_layer(layers[0].fp8_config)
 
     @property
     def why_not_merged(self) -> str | None:
@@ -180,7 +178,7 @@ class MergedLayers(Merged):
         first = self.layers[0]
         config, exchange = first.fp8_config, first.fp8_exchange()
         casts = self.fp8_casts = self.fp8_casts.under(config)
-        rows = input.numel() // input.shape[-1] * exchange.growth
+        rows = input.numel() // input.shape[-1] * (1 if exchange is None else exchange.growth)
         outputs, for_weight = 0, False
         for weight in weights:
             outputs += weight.shape[0]
@@ -193,7 +191,8 @@ class MergedLayers(Merged):
                 require_fp8(input.device, config.emulate, config.granularity)
                 layer.in_fp8[rows] = True
         for_weight &= torch.is_grad_enabled()
-        recipe = delivered_recipe(input) if for_weight and exchange.input_key is None else None
+        alone = exchange is None or exchange.input_key is None
+        recipe = delivered_recipe(input) if for_weight and alone else None
         return linear_from_quantized(
             input,
             weights,

@@ -17,10 +17,8 @@ from fp8booster.kernels import activation as activation_kernel
 from fp8booster.kernels import rope as rope_kernel
 from fp8booster.kernels import row_norm as row_norm_kernel
 from fp8booster.kernels.group_codes import GroupCodes, values_of
-from fp8booster.nn.autograd import once_differentiable
-from fp8booster.nn.linear.delivered_amax import deliver_amax
-from fp8booster.nn.linear.functional import unaliased, unsafe_view
-from fp8booster.nn.linear.recompute import Recipe, deliver_recipe
+from fp8booster.nn.linear.functional import once_differentiable, unaliased, unsafe_view
+from fp8booster.nn.weights.delivered import Recipe, deliver_amax, deliver_recipe
 
 Observer = Callable[[Tensor, GroupCodes], None]
 """Is shown what is saved in 8 bits: the values, a matrix, and their codes."""

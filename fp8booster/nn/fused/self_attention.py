@@ -27,8 +27,8 @@ from fp8booster.nn.fused.packing import CACHES, Sequences, sequences_of
 from fp8booster.nn.fused.part import FusedPart, own_product
 from fp8booster.nn.fused.pointwise import latent_heads, rotate_heads, split_and_rotate
 from fp8booster.nn.linear.layer import config_around
-from fp8booster.nn.linear.recompute import deliver_as_saved
 from fp8booster.nn.modules import may_be_bypassed, run_with
+from fp8booster.nn.weights.delivered import deliver_as_saved
 
 
 class MergedAttention(FusedPart):

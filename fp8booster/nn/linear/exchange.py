@@ -6,7 +6,6 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-from fp8booster.nn.linear.delivered_amax import delivered_amax
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.scaling import INPUT, OUTPUT_GRADIENT
 from fp8booster.tensor import QuantizedMatrix
@@ -31,7 +30,7 @@ class Exchange:
 
     def input(self, input: torch.Tensor, casts: Casts, *, transposed: bool) -> QuantizedMatrix:
         """Return the FP8 input that the products read."""
-        return casts.quantize(INPUT, input, transposed=transposed, amax=delivered_amax(input))
+        return casts.quantize(INPUT, input, transposed=transposed)
 
     def output(self, output: torch.Tensor) -> torch.Tensor:
         """The layer's output, from that of fprop, which nothing else holds."""
@@ -41,8 +40,7 @@ class Exchange:
         self, gradient: torch.Tensor, casts: Casts, *, plain: bool, transposed: bool
     ) -> QuantizedMatrix:
         """Return the FP8 gradient of fprop's output, from that of the layer's."""
-        amax = delivered_amax(gradient)
-        return casts.quantize(OUTPUT_GRADIENT, gradient, plain=plain, transposed=transposed, amax=amax)
+        return casts.quantize(OUTPUT_GRADIENT, gradient, plain=plain, transposed=transposed)
 
     def input_gradient(self, gradient: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Begin to make the gradient of the layer's input from that of what fprop read, which nothing else holds.
@@ -51,7 +49,3 @@ class Exchange:
             What waits for it and gives it.
         """
         return lambda: gradient
-
-
-NO_EXCHANGE = Exchange()
-"""Of a layer that one rank computes by itself."""

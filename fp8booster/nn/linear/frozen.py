@@ -19,10 +19,8 @@ from fp8booster.formats import FORMATS, HIGH_PRECISION, stored_fault
 from fp8booster.kernels.alignment import aligned, multiple_for
 from fp8booster.kernels.blockwise_cast import scales_shape
 from fp8booster.kernels.device import require_fp8
-from fp8booster.nn.linear.exchange import NO_EXCHANGE
 from fp8booster.nn.linear.functional import check_operands, linear_from_quantized
-from fp8booster.nn.linear.layer import FP8Layer, note_read, restore_weight
-from fp8booster.nn.linear.linear import FP8Linear
+from fp8booster.nn.linear.layer import FP8Layer, FP8Linear, note_read, restore_weight
 from fp8booster.nn.linear.saving import guard_save_pretrained
 from fp8booster.nn.linear.shared_input import share_input
 from fp8booster.nn.linear.speed_model import TokenCounts
@@ -175,7 +173,7 @@ class FrozenLayer(FP8Layer):
             return self.fp8_casts.quantize(INPUT, input, amax=self.input_amax)
         if again:
             return share_input(input, self.fp8_casts, reader=self, transposed=False)
-        return NO_EXCHANGE.input(input, self.fp8_casts, transposed=False)
+        return self.fp8_casts.quantize(INPUT, input)
 
     @property
     def _has_fixed_scales(self) -> bool:

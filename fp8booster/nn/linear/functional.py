@@ -14,30 +14,79 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from math import prod
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd import function
 from torch.distributed.tensor import DTensor
 
 from fp8booster import formats
 from fp8booster.config import FP8Config
 from fp8booster.kernels.device import require_fp8
 from fp8booster.kernels.product import product
-from fp8booster.nn.autograd import once_differentiable
-from fp8booster.nn.linear.exchange import NO_EXCHANGE, Exchange
-from fp8booster.nn.linear.recompute import Recipe
+from fp8booster.nn.linear.exchange import Exchange
 from fp8booster.nn.weights.casting import Casts
+from fp8booster.nn.weights.delivered import Recipe
 from fp8booster.nn.weights.source import BackwardWeight, transposed_in_backward
-from fp8booster.scaling import INPUT
+from fp8booster.scaling import INPUT, OUTPUT_GRADIENT
 from fp8booster.tensor import QuantizedMatrix
 
 DEFAULT_CONFIG = FP8Config()
 
 Defer = Callable[[Callable[[], torch.Tensor]], None]
 """Takes what computes a weight's gradient, to call it once, later, and add what it returns to the gradient."""
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a backward as torch's `once_differentiable`, without its work where nobody asks for gradients of gradients.
+
+    Who asks for them gets an error also where the gradient that arrives is a constant, for which torch's passes what
+    it gives off as one: it depends on what was saved.
+
+    Args:
+        backward: of a `torch.autograd.Function`.
+    """
+    checked = function.once_differentiable(backward)
+
+    @wraps(backward)
+    def wrapper(ctx: Any, *gradients: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return backward(ctx, *gradients)
+        if not torch.compiler.is_compiling():
+            gradients = tuple(each if each is None else each.detach().requires_grad_() for each in gradients)
+        return checked(ctx, *gradients)
+
+    return wrapper
+
+
+Map = Callable[[torch.Tensor], torch.Tensor]
+
+
+class _LinearMap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, forward: Map, backward: Map) -> torch.Tensor:
+        ctx.carry_back = backward
+        return forward(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
+        return ctx.carry_back(gradient), None, None
+
+
+def linear_map(tensor: torch.Tensor, forward: Map, backward: Map) -> torch.Tensor:
+    """Return `forward(tensor)`, differentiable.
+
+    Args:
+        tensor: of any shape.
+        forward: linear; gives another tensor object, of any shape.
+        backward: its transpose: of the gradient of what `forward` gives, that of the tensor. Neither may hold tensors
+            that need gradients.
+    """
+    return _LinearMap.apply(tensor, forward, backward)
 
 
 @dataclass(eq=False)  # not frozen: such a one takes longer to make
@@ -55,7 +104,7 @@ class _How:
     """Of the layer, with its configuration."""
 
     defer: Defer | None
-    exchange: Exchange
+    exchange: Exchange | None
     weight_is_transposed: bool
     backward_weight: BackwardWeight | None
     recipe: Recipe | None
@@ -82,9 +131,9 @@ class _Linear(torch.autograd.Function):
         how.operands = ()
         for_input = ctx.needs_input_grad[0]
         save_w = for_input and how.backward_weight is None
-        saved_w = (w.transpose, w.scale_of_transpose()) if save_w else (None, None)
+        saved_w = _transpose(w) if save_w else (None, None)
         if not source and any(ctx.needs_input_grad[_WEIGHTS : _WEIGHTS + how.weights]):
-            source = x.transpose, x.scale_of_transpose()
+            source = _transpose(x)
         ctx.save_for_backward(*saved_w, *source)
         weight = weights[0]
         ctx.how, ctx.input_dtype, ctx.weight_dtype = how, input.dtype, weight.dtype
@@ -92,7 +141,7 @@ class _Linear(torch.autograd.Function):
         ctx.weight_shape = (sum(ctx.rows), weight.shape[1])
         ctx.bias_dtype = None if bias is None else bias.dtype
         outputs = ctx.weight_shape[1 if how.weight_is_transposed else 0]
-        ctx.shape = how.exchange.shape(input.shape)
+        ctx.shape = input.shape if how.exchange is None else how.exchange.shape(input.shape)
         return _fprop(x, w, bias, outputs, ctx.shape, how.out_dtype, how.casts.config, how.exchange)
 
     @staticmethod
@@ -108,7 +157,11 @@ class _Linear(torch.autograd.Function):
             of_product = gradient  # the bias, which no scale multiplies, gets the one that arrived
             if how.row_scales is not None:  # in FP32: FP16 would lose the product's small values
                 of_product = gradient.float() * how.row_scales[: gradient.shape[-1]]
-            dy = how.exchange.output_gradient(of_product, how.casts, plain=for_input, transposed=for_weight)
+            layouts = {"plain": for_input, "transposed": for_weight}
+            if how.exchange is None:
+                dy = how.casts.quantize(OUTPUT_GRADIENT, of_product, **layouts)
+            else:
+                dy = how.exchange.output_gradient(of_product, how.casts, **layouts)
         if for_input:
             if how.backward_weight is not None:
                 w_transpose, w_scale = how.backward_weight()
@@ -121,10 +174,12 @@ class _Linear(torch.autograd.Function):
                 **config.product_options["dgrad"],
                 shape=(prod(ctx.shape[:-1]), ctx.shape[-1]),
             )
-            dx_arrives = how.exchange.input_gradient(dx.view(ctx.shape))
+            dx = dx.view(ctx.shape)
+            dx_arrives = None if how.exchange is None else how.exchange.input_gradient(dx)
         if for_weight:
             x_transpose, x_scale = source if how.recipe is None else _recomputed(how.recipe, source, how.casts)
-            matrices, scales = (dy.transpose, x_transpose), (dy.scale_of_transpose(), x_scale)
+            dy_transpose, dy_scale = _transpose(dy)
+            matrices, scales = (dy_transpose, x_transpose), (dy_scale, x_scale)
             if how.weight_is_transposed:
                 matrices, scales = matrices[::-1], scales[::-1]
             wgrad = partial(
@@ -141,7 +196,7 @@ class _Linear(torch.autograd.Function):
                 dws = (wgrad(),) if how.weights == 1 else wgrad().split_with_sizes(ctx.rows)
         if for_bias:
             db = gradient.reshape(-1, gradient.shape[-1]).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        if for_input:
+        if for_input and dx_arrives is not None:
             dx = dx_arrives()
         return dx, db, None, *dws, *(None,) * (len(ctx.needs_input_grad) - _WEIGHTS - how.weights)
 
@@ -154,7 +209,7 @@ def _fprop(
     shape: tuple[int, ...],
     out_dtype: torch.dtype,
     config: FP8Config,
-    exchange: Exchange,
+    exchange: Exchange | None,
 ) -> torch.Tensor:
     """The product x @ w.T + bias, [..., outputs]; `shape` is the input's, [..., K], as the product reads it."""
     if bias is not None:
@@ -169,7 +224,14 @@ def _fprop(
         **config.product_options["fprop"],
         shape=(prod(shape[:-1]), outputs),
     )
-    return exchange.output(unsafe_view(y, (*shape[:-1], outputs)))
+    y = unsafe_view(y, (*shape[:-1], outputs))
+    return y if exchange is None else exchange.output(y)
+
+
+def _transpose(matrix: QuantizedMatrix) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a matrix's transpose and its inverse scale."""
+    scale = matrix.transpose_inverse_scale
+    return matrix.transpose, matrix.inverse_scale if scale is None else scale
 
 
 _WEIGHTS = 3
@@ -182,7 +244,7 @@ def _recomputed(recipe: Recipe, source: list[torch.Tensor], casts: Casts) -> tup
         return recipe.transpose(*source, dtype=casts.config.input_format, power_of_two=casts.scaling.power_of_two)
     matrix, amax = recipe.matrix(*source)
     x = casts.quantize(INPUT, matrix, plain=False, transposed=True, amax=amax)
-    return x.transpose, x.scale_of_transpose()
+    return _transpose(x)
 
 
 def unsafe_view(made: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -251,7 +313,7 @@ def linear_from_quantized(
     casts: Casts,
     *,
     defer: Defer | None = None,
-    exchange: Exchange = NO_EXCHANGE,
+    exchange: Exchange | None = None,
     weight_is_transposed: bool = False,
     backward_weight: BackwardWeight | None = None,
     recipe: Recipe | None = None,
@@ -267,7 +329,7 @@ def linear_from_quantized(
         casts: the layer's; they cast the output's gradient.
         defer: backward gives it what computes the weight's gradient from the FP8 transposes of x and dy, and autograd
             none; until that is called it holds the two. None computes the gradient in backward.
-        exchange: what ranks exchange around the products; its `input` made x.
+        exchange: what ranks exchange around the products; its `input` made x. None: nothing.
         weight_is_transposed: the weight, and so its gradient, lies as [K, N]; w is a matrix of [N, K] all the same.
         backward_weight: backward asks it for the weight's transpose, and holds none itself; None keeps that of `w`, or
             makes it in backward where `w` has none, with rowwise scales for a weight without a gradient.
@@ -289,7 +351,8 @@ def linear_from_quantized(
     weights = (weight,) if isinstance(weight, torch.Tensor) else weight
     if not torch.is_grad_enabled():  # without autograd's function, whose Python a decode of few tokens waits for
         outputs = weights[0].shape[1] if weight_is_transposed else sum(each.shape[0] for each in weights)
-        return _fprop(x, w, bias, outputs, exchange.shape(input.shape), out_dtype, casts.config, exchange)
+        shape = input.shape if exchange is None else exchange.shape(input.shape)
+        return _fprop(x, w, bias, outputs, shape, out_dtype, casts.config, exchange)
     wants_transpose = backward_weight is None and input.requires_grad
     row_scales = None
     if wants_transpose and not w.transpose.numel():

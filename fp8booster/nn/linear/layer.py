@@ -6,22 +6,24 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Any, ClassVar, cast
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from fp8booster.config import FP8Config
 from fp8booster.kernels.alignment import aligned, multiple_for
 from fp8booster.kernels.device import require_fp8
-from fp8booster.nn.linear.exchange import NO_EXCHANGE, Exchange
+from fp8booster.nn.linear.exchange import Exchange
 from fp8booster.nn.linear.functional import Defer, check_operands, linear_from_quantized
-from fp8booster.nn.linear.recompute import delivered_recipe
-from fp8booster.nn.linear.shared_input import share_input
+from fp8booster.nn.linear.inputs import output_of
+from fp8booster.nn.linear.shared_input import opened, share_input
 from fp8booster.nn.linear.speed_model import TokenCounts, computes_in_fp8
 from fp8booster.nn.modules import change_class
-from fp8booster.nn.weights.cached import CachedWeight
 from fp8booster.nn.weights.casting import Casts
+from fp8booster.nn.weights.delivered import RECIPE, delivered_recipe
 from fp8booster.nn.weights.freshness import look_again, note_change, reusable
-from fp8booster.nn.weights.source import WeightSource
+from fp8booster.nn.weights.source import CachedWeight, WeightSource
 from fp8booster.reading import first_of
+from fp8booster.scaling import INPUT
 from fp8booster.tensor import QuantizedMatrix
 
 
@@ -112,7 +114,7 @@ class FP8Layer(nn.Module):
         self._whole_shape = self.held_weight.shape
         self._forget_uses()
         self.fp8_weight = CachedWeight(self.weight_is_transposed)
-        self.fp8_casts = Casts.in_training(config)
+        self.fp8_casts = Casts.of_layer(config)
         self.in_fp8 = TokenCounts()
 
     @property
@@ -141,9 +143,9 @@ class FP8Layer(nn.Module):
         """Why a layer of the class `original` cannot turn into this class, or None where it can."""
         return None
 
-    def fp8_exchange(self) -> Exchange:
-        """What ranks exchange around the layer's products."""
-        return NO_EXCHANGE
+    def fp8_exchange(self) -> Exchange | None:
+        """Return what ranks exchange around the layer's products; None: nothing."""
+        return None
 
     def fp8_defer(self) -> Defer | None:
         """What computes the weight's gradient later, as in `linear_from_quantized`; None: backward does it."""
@@ -202,18 +204,23 @@ class FP8Layer(nn.Module):
             self.note_evaluation()
         matrix = weight.t() if self.weight_is_transposed else weight
         again = reusable(input, weight)
-        if not self._computes_in_fp8(input.numel() // input.shape[-1] * exchange.growth, matrix, again):
+        tokens = input.numel() // input.shape[-1]
+        if not self._computes_in_fp8(tokens if exchange is None else tokens * exchange.growth, matrix, again):
             return None
         check_operands(input, matrix, bias)
         for_weight = torch.is_grad_enabled() and weight.requires_grad
-        # what ranks gather is not made again from one rank's part
-        recipe = delivered_recipe(input) if for_weight and exchange.input_key is None else None
+        recipe = None
+        if for_weight and hasattr(input, RECIPE) and (exchange is None or exchange.input_key is None):
+            recipe = delivered_recipe(input)  # what ranks gather is not made again from one rank's part
+        defer, transposed = self.fp8_defer(), for_weight and recipe is None
         # by channel the weight's cast finds what the input is multiplied by; else the input is cast first, and a
         # checkpointed forward's peak is lower
-        w = self.fp8_weight.for_call(weight, casts, input) if casts.by_channel else None
-        transposed = for_weight and recipe is None
-        if again and w is None:
+        by_channel = casts.state is not None and casts.state.by_channel
+        w = self.fp8_weight.for_call(weight, casts, input, again) if by_channel else None
+        if again and opened.forwards and not by_channel:
             x = share_input(input, casts, reader=self, transposed=transposed, exchange=exchange)
+        elif exchange is None:
+            x = casts.quantize(INPUT, input, transposed=transposed)
         else:
             x = exchange.input(input, casts, transposed=transposed)
         return linear_from_quantized(
@@ -221,9 +228,9 @@ class FP8Layer(nn.Module):
             weight,
             bias,
             x,
-            self.fp8_weight.for_call(weight, casts, input) if w is None else w,
+            self.fp8_weight.for_call(weight, casts, input, again) if w is None else w,
             casts,
-            defer=self.fp8_defer(),
+            defer=defer,
             exchange=exchange,
             weight_is_transposed=self.weight_is_transposed,
             backward_weight=self.fp8_weight.backward([weight], casts),
@@ -337,3 +344,37 @@ def forget_weights(model: nn.Module) -> None:
             restore_weight(module)
             forget_weight(module)
     note_change([])  # of what holds copies besides layers, as experts do
+
+
+class FP8Linear(FP8Layer, nn.Linear):
+    """A linear layer whose three products run in FP8; see `FP8Layer`.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as in `nn.Linear`.
+        config: formats and accumulation; None is `FP8Config()`.
+    """
+
+    original = nn.Linear
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        config: FP8Config | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self._start_fp8(FP8Config() if config is None else config)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] to [..., out_features]; errors as in `fp8_linear`."""
+        if not isinstance(input, torch.Tensor) or input.is_nested:  # `is_plain`, without a call
+            return output_of(self, input)
+        output = self.fp8_product(input, self.bias)
+        return F.linear(input, self.held_weight, self.bias) if output is None else output
+
+    def fp8_merges_by(self) -> Hashable | None:
+        """Its class, unless it is a subclass, whose forward may be another."""
+        return FP8Linear if type(self) is FP8Linear else None

@@ -22,13 +22,12 @@ from torch import nn
 
 from fp8booster.kernels.alignment import ALIGNMENT
 from fp8booster.kernels.product import product
-from fp8booster.nn.autograd import once_differentiable
-from fp8booster.nn.linear.exchange import NO_EXCHANGE
 from fp8booster.nn.linear.frozen import FrozenFP8Linear
-from fp8booster.nn.linear.functional import unsafe_view
-from fp8booster.nn.linear.recompute import Recipe, delivered_recipe
+from fp8booster.nn.linear.functional import once_differentiable, unsafe_view
 from fp8booster.nn.modules import must_be_called
+from fp8booster.nn.weights.delivered import Recipe, delivered_recipe
 from fp8booster.nn.weights.source import BackwardWeight, transposed_in_backward
+from fp8booster.scaling import OUTPUT_GRADIENT
 from fp8booster.tensor import QuantizedMatrix
 
 
@@ -232,7 +231,7 @@ def _base_dgrad(
     """The input's gradient through the frozen weights, of one cast of the gradients of all their outputs."""
     first = parts[0].layer
     config = first.fp8_config
-    dy = NO_EXCHANGE.output_gradient(gradient, first.fp8_casts, plain=True, transposed=False)
+    dy = first.fp8_casts.quantize(OUTPUT_GRADIENT, gradient)
     rows, width = prod(gradient.shape[:-1]), first.fp8_shape[1]
     begin = 0
     of_parts: list[torch.Tensor] = []

@@ -21,9 +21,10 @@ import torch
 from torch import nn
 
 from fp8booster.kernels.device import current_stream
-from fp8booster.nn.linear.exchange import NO_EXCHANGE, Exchange
+from fp8booster.nn.linear.exchange import Exchange
 from fp8booster.nn.modules import LOOKS_AT_NOTHING
 from fp8booster.nn.weights.casting import Casts
+from fp8booster.scaling import INPUT
 from fp8booster.tensor import QuantizedMatrix
 
 
@@ -57,7 +58,8 @@ class _Thread(threading.local):
         """Those that hooks have not ended, the innermost last."""
 
 
-_thread = _Thread()
+opened = _Thread()
+"""Of this thread; where no forward is open, nothing is shared."""
 
 
 def begin_forward(module: nn.Module, *_: Any) -> None:
@@ -65,14 +67,14 @@ def begin_forward(module: nn.Module, *_: Any) -> None:
     if not torch.compiler.is_compiling():
         caller = sys._getframe(1)  # it calls the forward too
         _innermost(caller)
-        _thread.forwards.append(_Newest(module, caller))
+        opened.forwards.append(_Newest(module, caller))
 
 
 def end_forward(module: nn.Module, *_: Any) -> None:
     """Free what the layers of a module shared; its forward hook, also of a forward that raised."""
     if torch.compiler.is_compiling():
         return
-    forwards = _thread.forwards
+    forwards = opened.forwards
     while forwards:
         newest = forwards.pop()
         newest.end()
@@ -82,7 +84,7 @@ def end_forward(module: nn.Module, *_: Any) -> None:
 
 def _innermost(frame: FrameType) -> _Newest | None:
     """Return the newest cast of the innermost forward that the code of a frame is in, and drop what was interrupted."""
-    forwards = _thread.forwards
+    forwards = opened.forwards
     while forwards:
         around: FrameType | None = frame
         while around is not None:
@@ -98,7 +100,7 @@ setattr(end_forward, LOOKS_AT_NOTHING, True)
 
 
 def share_input(
-    input: torch.Tensor, casts: Casts, *, reader: object, transposed: bool, exchange: Exchange = NO_EXCHANGE
+    input: torch.Tensor, casts: Casts, *, reader: object, transposed: bool, exchange: Exchange | None = None
 ) -> QuantizedMatrix:
     """Return the FP8 copy of a layer's input: the newest of this forward if others read it from this very tensor.
 
@@ -111,14 +113,14 @@ def share_input(
     """
     newest = _innermost(sys._getframe(1))
     if newest is None:
-        return exchange.input(input, casts, transposed=transposed)
+        return _cast(input, casts, transposed, exchange)
     made_from = (
         input.data_ptr(),
         input._version,
         casts.config.input_format,
         casts.scaling,
         current_stream(input),
-        exchange.input_key,
+        None if exchange is None else exchange.input_key,
     )
     if (
         newest.source is not None
@@ -130,8 +132,14 @@ def share_input(
     ):
         newest.readers.add(reader)
         return newest.quantized
-    quantized = exchange.input(input, casts, transposed=transposed)
+    quantized = _cast(input, casts, transposed, exchange)
     newest.source = None  # its death, at any time, must not take the new copy
     newest.made_from, newest.quantized, newest.readers = made_from, quantized, {reader}
     newest.source = weakref.ref(input, newest.forget)
     return quantized
+
+
+def _cast(input: torch.Tensor, casts: Casts, transposed: bool, exchange: Exchange | None) -> QuantizedMatrix:
+    if exchange is None:
+        return casts.quantize(INPUT, input, transposed=transposed)
+    return exchange.input(input, casts, transposed=transposed)

@@ -26,7 +26,7 @@ from fp8booster.comm.encoding import DEFAULT
 from fp8booster.comm.observer import observer
 from fp8booster.comm.threshold import uncompressed_reason
 from fp8booster.comm.transport import new_message
-from fp8booster.nn.autograd import once_differentiable
+from fp8booster.nn.linear.functional import once_differentiable
 from fp8booster.nn.parallel.tensor_parallel import min_bytes
 
 KEYS_AND_VALUES = "ring attention keys and values"

@@ -33,10 +33,10 @@ from fp8booster.comm.observer import observer
 from fp8booster.comm.transport import gather_bytes
 from fp8booster.kernels.scales import amax_of
 from fp8booster.kernels.transpose import gathered_layouts
-from fp8booster.nn.linear.delivered_amax import delivered_amax
 from fp8booster.nn.linear.exchange import Exchange
 from fp8booster.nn.linear.functional import unaliased
 from fp8booster.nn.weights.casting import Casts
+from fp8booster.nn.weights.delivered import delivered_amax
 from fp8booster.scaling import INPUT, OUTPUT_GRADIENT
 from fp8booster.tensor import QuantizedMatrix
 

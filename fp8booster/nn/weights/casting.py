@@ -11,6 +11,7 @@ from functools import cached_property
 import torch
 
 from fp8booster.config import FP8Config
+from fp8booster.nn.weights.delivered import AMAX, delivered_amax
 from fp8booster.scaling import WEIGHT, RealTime, State
 from fp8booster.tensor import QuantizedMatrix
 
@@ -32,6 +33,7 @@ class Casts:
 
     def __init__(self, config: FP8Config, new_state: Callable[[], State | None] | None = None) -> None:
         self.config, self._new_state = config, new_state
+        self.in_training = new_state is not None
         self.state = None if new_state is None else new_state()
         self.scaling = config.scaling.without_state if self.state is None else config.scaling
         self.observers: list[Observer] = []
@@ -41,8 +43,8 @@ class Casts:
         """Called by `note_weight`."""
 
     @classmethod
-    def in_training(cls, config: FP8Config) -> Casts:
-        """Return the casts that a layer holds."""
+    def of_layer(cls, config: FP8Config) -> Casts:
+        """Return the casts that a layer holds for training."""
         return cls(config, config.scaling.new_state)
 
     def under(self, config: FP8Config) -> Casts:
@@ -50,16 +52,11 @@ class Casts:
         if config is self.config:
             return self
         if (config.scaling, config.formats) != (self.config.scaling, self.config.formats):
-            other = Casts.in_training(config)
+            other = Casts.of_layer(config)
             other.observers, other.weight_observers = self.observers, self.weight_observers
             return other
         self.config = config
         return self
-
-    @property
-    def trains(self) -> bool:
-        """Tell whether these are a layer's casts in training."""
-        return self._new_state is not None
 
     @cached_property
     def evaluation(self) -> Casts:
@@ -97,7 +94,7 @@ class Casts:
 
         Args:
             role: the operand that it is: `scaling.WEIGHT`, `INPUT` or `OUTPUT_GRADIENT`.
-            tensor, plain, transposed, amax: as in `Scaling.cast`.
+            tensor, plain, transposed, amax: as in `Scaling.cast`; an amax that was delivered with the tensor is known.
             dtype: in place of the format that the configuration gives the role.
 
         Raises:
@@ -105,6 +102,8 @@ class Casts:
         """
         values = tensor.detach() if tensor.requires_grad else tensor
         matrix, config = values.reshape(-1, tensor.shape[-1]), self.config
+        if amax is None and hasattr(tensor, AMAX):
+            amax = delivered_amax(tensor)
         if self.state is not None and is_in_capture(matrix):
             raise RuntimeError(
                 f'FP8Config(scaling="{self.scaling.name}") does not go into a CUDA graph, which cannot tell when a step '

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fp8booster.kernels.shard_cast import unpack
-from fp8booster.nn.weights.cached import CachedWeight
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.freshness import looks
 from fp8booster.nn.weights.pinned import Pinned, Record, are_copies_held, note_use
+from fp8booster.nn.weights.source import CachedWeight
 from fp8booster.nn.weights.stacking import as_matrix
 from fp8booster.tensor import QuantizedMatrix
 

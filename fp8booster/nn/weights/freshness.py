@@ -38,7 +38,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
 from fp8booster.kernels.device import current_stream
-from fp8booster.nn.weights.pinned import are_copies_held
+from fp8booster.nn.weights.pinned import Copies
 from fp8booster.optim.one_pass import COUNTS_STEPS
 from fp8booster.scaling.steps import note_step
 
@@ -132,11 +132,11 @@ for _name in filter(_WRITING.match, dir(dist.ProcessGroup)):
 
 
 def weight_state(weight: torch.Tensor) -> tuple:
-    """Return what changes when a copy of the weight is no longer fresh; ask it when the copy is made."""
-    _Changes.watched.add(weight.untyped_storage()._cdata)
+    """Return what changes when a copy of the weight is no longer fresh, while its memory is watched."""
     # another stream casts anew rather than read a copy that this one may not have finished
     looks = getattr(weight, _LOOKS, 0)  # as `looks` does; it is asked for each weight at each call
-    return weight.data_ptr(), weight._version, looks, weight.dtype, _Changes.count, current_stream(weight)
+    stream = current_stream(weight) if weight.is_cuda else None
+    return weight.data_ptr(), weight._version, looks, weight.dtype, _Changes.count, stream
 
 
 def look_again(weight: torch.Tensor) -> None:
@@ -184,7 +184,7 @@ def reusable(input: torch.Tensor, weight: torch.Tensor) -> bool:
 
 def is_captured(tensor: torch.Tensor) -> bool:
     """Tell whether work on a tensor is being captured into a CUDA graph, which finds no copies that stay fresh."""
-    return tensor.is_cuda and not are_copies_held() and torch.cuda.is_current_stream_capturing()
+    return tensor.is_cuda and not Copies.held and torch.cuda.is_current_stream_capturing()
 
 
 Made = TypeVar("Made")
@@ -232,11 +232,13 @@ class FreshCopy(Generic[Made]):
         content = self._content
         if content is None or content.key != key or len(content.weights) != len(weights):
             return None
-        fresh = content.lies_there(weights) if are_copies_held() else content.is_of(weights)
+        fresh = content.lies_there(weights) if Copies.held else content.is_of(weights)
         return content.made if fresh else None
 
     def put(self, weights: Sequence[torch.Tensor], key: Hashable, made: Made) -> Made:
         """Hold a copy that was just made; the arguments are those of `get`."""
+        for weight in weights:
+            _Changes.watched.add(weight.untyped_storage()._cdata)
         states = [weight_state(weight) for weight in weights]
         self._content = _Content(made, key, [weakref.ref(weight) for weight in weights], states)
         with _Changes.lock:

@@ -61,8 +61,8 @@ class Use:
         return self.source.pin(self.weights, self.casts, transpose=self.transpose, record=record)
 
 
-class _Now:
-    """What this process does at the moment."""
+class Copies:
+    """Whether copies that were pinned count as fresh in this process, inside `copies_are_held`."""
 
     held = False
 
@@ -73,36 +73,37 @@ class _Thread(threading.local):
     uses: list[Use] | None = None
 
 
-_thread = _Thread()
+collected = _Thread()
+"""Of this thread; `uses` is None where nobody collects."""
 
 
 def note_use(source: _Source, weights: Sequence[torch.Tensor], casts: Casts, transpose: bool) -> None:
     """Called by sources that are asked."""
-    if _thread.uses is not None:
-        _thread.uses.append(Use(source, tuple(weights), casts, transpose))
+    if collected.uses is not None:
+        collected.uses.append(Use(source, tuple(weights), casts, transpose))
 
 
 @contextmanager
 def collected_uses() -> Iterator[list[Use]]:
     """The list of what sources are asked inside, by this thread, each once."""
     uses: list[Use] = []
-    _thread.uses = uses
+    collected.uses = uses
     try:
         yield uses
     finally:
-        _thread.uses = None
+        collected.uses = None
 
 
 @contextmanager
 def copies_are_held() -> Iterator[None]:
     """Inside, copies that were pinned and refreshed count as fresh on every stream, also in a capture."""
-    _Now.held = True
+    Copies.held = True
     try:
         yield
     finally:
-        _Now.held = False
+        Copies.held = False
 
 
 def are_copies_held() -> bool:
     """Whether this runs inside `copies_are_held`."""
-    return _Now.held
+    return Copies.held

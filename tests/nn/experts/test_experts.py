@@ -290,7 +290,7 @@ WHY = {
     "the activation is GELU": lambda fp8: setattr(fp8[1], "act_fn", nn.GELU()),
     "the activation is Derived": lambda fp8: setattr(fp8[1], "act_fn", Derived()),
     "the layers' FP8Configs differ": lambda fp8: setattr(
-        fp8[1].w1, "fp8_casts", Casts.in_training(FP8Config(emulate=True, scaling="amax"))
+        fp8[1].w1, "fp8_casts", Casts.of_layer(FP8Config(emulate=True, scaling="amax"))
     ),
     "a layer has a bias": lambda fp8: setattr(fp8[1].w1, "bias", nn.Parameter(torch.ones(FEATURES).bfloat16())),
     "the experts' sizes differ": lambda fp8: _resize(fp8[1:2], FEATURES - 16),

@@ -20,7 +20,7 @@ from fp8booster.nn.fused import loss as loss_module
 from fp8booster.nn.fused.causal_lm_loss import use_fused_loss, use_native_loss, why_not_fused
 from fp8booster.nn.fused.head import _with_transpose
 from fp8booster.nn.linear import speed_model
-from fp8booster.nn.linear.delivered_amax import deliver_amax
+from fp8booster.nn.weights.delivered import deliver_amax
 from tests.colossal.moe.models import tiny_mixtral
 from tests.distributed import run_ranks
 from tests.nn.fused.models import FAMILIES, INSTALLED, VOCABULARY, batch, build

@@ -14,7 +14,7 @@ from torch import nn
 from fp8booster.kernels.scales import amax_of
 from fp8booster.nn.fused import causal_lm_loss
 from fp8booster.nn.fused.causal_lm_loss import LazyLogits
-from fp8booster.nn.linear.delivered_amax import deliver_amax, delivered_amax
+from fp8booster.nn.weights.delivered import deliver_amax, delivered_amax
 
 ROWS, TOKENS, FEATURES, VOCABULARY = 2, 5, 16, 12
 

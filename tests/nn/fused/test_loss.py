@@ -19,8 +19,8 @@ from fp8booster.kernels.cast import cast
 from fp8booster.kernels.scales import amax_of
 from fp8booster.nn.fused import loss as loss_module
 from fp8booster.nn.fused.loss import HeadProducts, default_chunk, linear_cross_entropy
-from fp8booster.nn.linear.delivered_amax import deliver_amax
 from fp8booster.nn.weights.casting import Casts
+from fp8booster.nn.weights.delivered import deliver_amax
 from tests.nn.reference import signal_to_noise
 
 TOKENS, FEATURES, VOCABULARY = 50, 32, 100

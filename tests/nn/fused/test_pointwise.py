@@ -15,9 +15,8 @@ from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb 
 from fp8booster.formats import E4M3
 from fp8booster.kernels.scales import amax_of
 from fp8booster.nn.fused.pointwise import PLAIN, Saving, activate, rotate_heads, row_norm, split_and_rotate
-from fp8booster.nn.linear.delivered_amax import delivered_amax
-from fp8booster.nn.linear.recompute import delivered_recipe
-from fp8booster.tensor import quantize
+from fp8booster.nn.weights.delivered import delivered_amax, delivered_recipe
+from tests.kernels.matrices import quantize
 
 SIZE = 48
 

@@ -14,7 +14,7 @@ from fp8booster.config import Activations
 from fp8booster.kernels import activation, row_norm
 from fp8booster.nn.fused import fuse_blocks
 from fp8booster.nn.linear.layer import FP8Layer
-from fp8booster.nn.linear.recompute import Recipe, deliver_recipe, delivered_recipe
+from fp8booster.nn.weights.delivered import Recipe, deliver_recipe, delivered_recipe
 from tests.colossal.models import tiny_llama, token_batch
 from tests.distributed import ranks
 from tests.nn.fused.models import FAMILIES, batch, build

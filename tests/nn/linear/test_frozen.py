@@ -12,7 +12,7 @@ from fp8booster import FP8Config, FP8Linear, convert_to_fp8, formats, report
 from fp8booster.nn import FrozenFP8Linear
 from fp8booster.nn.linear.functional import fp8_linear
 from fp8booster.nn.linear.shared_input import begin_forward, end_forward
-from fp8booster.tensor import quantize
+from tests.kernels.matrices import quantize
 
 BF16 = torch.bfloat16
 GRANULARITIES = ["tensorwise", "rowwise", "blockwise"]

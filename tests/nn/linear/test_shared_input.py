@@ -65,10 +65,10 @@ def forward() -> Iterator[None]:
     """A forward in which tests of `share_input` itself share."""
     module = nn.Module()
     begin_forward(module)
-    shared_input._thread.forwards[-1].caller = outermost()
+    shared_input.opened.forwards[-1].caller = outermost()
     yield
     end_forward(module)
-    assert not shared_input._thread.forwards
+    assert not shared_input.opened.forwards
 
 
 def rights(module: Projections, x: torch.Tensor) -> list[torch.Tensor]:
@@ -120,7 +120,7 @@ def test_a_buffer_written_unseen_between_two_forwards_is_cast_anew(how, projecti
 @pytest.mark.parametrize("how", WRITES)
 def test_so_it_is_between_layers_that_are_called_by_hand(how, projections, device) -> None:
     x = writable(how, device)
-    end_forward(shared_input._thread.forwards[-1].module)
+    end_forward(shared_input.opened.forwards[-1].module)
     for layer in (projections.q, projections.k, projections.v, projections.q):
         assert torch.equal(layer(x), fp8_linear(x, layer.weight))
         WRITES[how](x)
@@ -169,12 +169,12 @@ def test_a_forward_that_raises_ends_the_sharing(error: type[BaseException], devi
 
     projections = convert_to_fp8(Projections(stop), FP8Config(always=True)).to(device)
     x = torch.randn(16, 48, device=device)
-    shared_input._thread.forwards.clear()  # no forward is around
+    shared_input.opened.forwards.clear()  # no forward is around
     with pytest.raises(error):
         projections(x)
     x.data.copy_(3 * x.flip(0))
     assert torch.equal(projections.k(x), fp8_linear(x, projections.k.weight))
-    assert not shared_input._thread.forwards
+    assert not shared_input.opened.forwards
 
 
 @pytest.mark.parametrize("error", [None, KeyError])
@@ -182,7 +182,7 @@ def test_nothing_of_a_forward_is_kept_when_it_has_ended(error: type[Exception] |
     """Until the garbage collector comes by it would be memory of a GPU."""
 
     def look(x: torch.Tensor) -> None:
-        kept.extend(map(weakref.ref, (x, shared_input._thread.forwards[-1])))
+        kept.extend(map(weakref.ref, (x, shared_input.opened.forwards[-1])))
         if error is not None:
             raise error
 

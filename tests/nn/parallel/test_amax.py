@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from fp8booster import FP8Config
 from fp8booster.comm.transport import agree_on_amax
-from fp8booster.nn.linear.delivered_amax import deliver_amax
 from fp8booster.nn.parallel.tensor_parallel import SequenceColumn, SequenceRow
 from fp8booster.nn.weights.casting import Casts
+from fp8booster.nn.weights.delivered import deliver_amax
 
 
 class Reduced(Exception):

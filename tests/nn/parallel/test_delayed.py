@@ -22,7 +22,7 @@ CONFIG = FP8Config(scaling=Delayed(history=2), emulate=True)
 @ranks(2)
 @pytest.mark.parametrize("communication", [True, False])
 def test_ranks_that_gather_a_sequence_have_the_scales_of_one_process(communication: bool) -> None:
-    of_rank, alone = Casts.in_training(CONFIG), Casts.in_training(CONFIG)
+    of_rank, alone = Casts.of_layer(CONFIG), Casts.of_layer(CONFIG)
     layouts = {"plain": True, "transposed": True}
     for number, factors in enumerate(((1.0, 3.0), (8.0, 2.0), (1.0, 1.0), (1.0, 1.0), (1.0, 0.1))):
         torch.manual_seed(number)
@@ -45,7 +45,7 @@ def test_ranks_that_gather_a_sequence_have_the_scales_of_one_process(communicati
 
 @ranks(2)
 def test_what_is_not_finite_on_one_rank_reaches_all() -> None:
-    casts = Casts.in_training(CONFIG)
+    casts = Casts.of_layer(CONFIG)
     part = torch.ones(1, 16, 48)
     SequenceColumn(dist.group.WORLD).input(part, casts, transposed=False)
     note_step()

@@ -17,12 +17,12 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from fp8booster import FP8Config, comm, convert_to_fp8, fp8_linear
 from fp8booster.monitor.traffic import count_traffic
 from fp8booster.nn import FP8Layer
-from fp8booster.nn.linear.delivered_amax import deliver_amax
 from fp8booster.nn.linear.functional import Defer, linear_from_quantized
 from fp8booster.nn.linear.shared_input import begin_forward, end_forward
 from fp8booster.nn.parallel import tensor_parallel as parallel_module
 from fp8booster.nn.parallel.tensor_parallel import ColumnParallel, RowParallel, SequenceColumn, SequenceRow
 from fp8booster.nn.weights.casting import Casts
+from fp8booster.nn.weights.delivered import deliver_amax
 from fp8booster.scaling import INPUT, OUTPUT_GRADIENT
 from tests.distributed import ranks
 from tests.nn.reference import products_kept, signal_to_noise

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from fp8booster import FP8Config, convert_to_fp8
 from fp8booster.config import WeightCopies
 from fp8booster.kernels.transpose import transposed
-from fp8booster.tensor import quantize
+from tests.kernels.matrices import quantize
 
 
 def model_of(device: torch.device, **options: object) -> nn.Module:

@@ -8,9 +8,9 @@ from torch import nn
 
 from fp8booster import FP8Config, FP8Linear, convert_to_fp8, forget_weights, fp8_linear
 from fp8booster.nn.fused.merged_layers import MergedLayers
-from fp8booster.nn.weights.cached import CachedWeight
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.engine import EngineWeight
+from fp8booster.nn.weights.source import CachedWeight
 from tests.nn.swapping import by_swapping
 
 

@@ -13,8 +13,8 @@ from fp8booster.nn.weights.casting import Casts
 from fp8booster.scaling import INPUT, OUTPUT_GRADIENT, WEIGHT, Delayed, RealTime, Scaling
 from fp8booster.scaling.smooth_swiglu import ChannelFactors
 from fp8booster.scaling.steps import note_step
-from fp8booster.tensor import QuantizedMatrix, quantize
-from tests.kernels.matrices import same
+from fp8booster.tensor import QuantizedMatrix
+from tests.kernels.matrices import quantize, same
 
 DELAYED = FP8Config(scaling=Delayed(history=2), emulate=True)
 
@@ -52,7 +52,7 @@ def test_formats_may_be_given_for_each_role_and_for_a_cast() -> None:
 
 @pytest.mark.parametrize("what", ["nothing", "device", "dtype"])
 def test_a_history_goes_on_for_the_same_casts_alone(what: str) -> None:
-    casts, ones = Casts.in_training(DELAYED), torch.ones(16, 16)
+    casts, ones = Casts.of_layer(DELAYED), torch.ones(16, 16)
     casts.quantize(INPUT, 8 * ones)
     note_step()
     dtype = formats.E5M2 if what == "dtype" else formats.E4M3
@@ -67,7 +67,7 @@ def test_a_history_goes_on_for_the_same_casts_alone(what: str) -> None:
 
 
 def test_casts_under_another_configuration_begin_anew_where_scaling_or_formats_differ() -> None:
-    casts = Casts.in_training(DELAYED)
+    casts = Casts.of_layer(DELAYED)
     casts.observers.append(lambda *_: None)
     state = casts.state
     assert casts.under(DELAYED) is casts
@@ -86,7 +86,7 @@ def test_casts_under_another_configuration_begin_anew_where_scaling_or_formats_d
 
 
 def test_what_is_saved_is_kept_until_it_is_used_and_used_once() -> None:
-    casts, ones = Casts.in_training(DELAYED), torch.ones(16, 16)
+    casts, ones = Casts.of_layer(DELAYED), torch.ones(16, 16)
     kept = {INPUT: torch.tensor([4.0, 4.0, 4.0]), WEIGHT: torch.tensor([2.0, 2.0, 2.0])}
     casts.load(kept)
     assert casts.saved.keys() == kept.keys()
@@ -103,7 +103,7 @@ def test_what_is_saved_is_kept_until_it_is_used_and_used_once() -> None:
 
 
 def test_a_constant_scale_saves_nothing() -> None:
-    casts = Casts.in_training(FP8Config(scaling="constant", emulate=True))
+    casts = Casts.of_layer(FP8Config(scaling="constant", emulate=True))
     casts.quantize(INPUT, torch.ones(16, 16))
     assert casts.saved == {}
 
@@ -121,15 +121,15 @@ class Own(Scaling):
 @pytest.mark.parametrize(
     ("casts", "found"),
     [
-        (Casts.in_training(FP8Config()), True),
-        (Casts.in_training(FP8Config(scaling="amax")), True),
-        (Casts.in_training(FP8Config(scaling="rowwise")), False),
-        (Casts.in_training(DELAYED), False),
-        (Casts.in_training(DELAYED).evaluation, True),
+        (Casts.of_layer(FP8Config()), True),
+        (Casts.of_layer(FP8Config(scaling="amax")), True),
+        (Casts.of_layer(FP8Config(scaling="rowwise")), False),
+        (Casts.of_layer(DELAYED), False),
+        (Casts.of_layer(DELAYED).evaluation, True),
         (Casts(DELAYED), True),
         (Casts(FP8Config(scaling="smooth-swiglu"), ChannelFactors), False),
-        (Casts.in_training(FP8Config(scaling="smooth-swiglu")), True),
-        (Casts.in_training(FP8Config(scaling=Own())), False),
+        (Casts.of_layer(FP8Config(scaling="smooth-swiglu")), True),
+        (Casts.of_layer(FP8Config(scaling=Own())), False),
         (Casts(FP8Config(scaling=Own())), False),
     ],
 )
@@ -148,13 +148,13 @@ def test_engines_cast_by_real_time_scales_alone_and_say_why_not() -> None:
         "blockwise": "blockwise scales",
     }
     for name, reason in reasons.items():
-        assert Casts.in_training(FP8Config(scaling=name)).why_not_by_engines == reason
+        assert Casts.of_layer(FP8Config(scaling=name)).why_not_by_engines == reason
     assert Casts(FP8Config(scaling="smooth-swiglu"), ChannelFactors).why_not_by_engines == "scales by channel"
     assert Casts(FP8Config(scaling=Own())).why_not_by_engines == "own scales"
 
 
 def test_casts_are_observed_and_copies_of_them_are_not() -> None:
-    casts, seen = Casts.in_training(FP8Config()), []
+    casts, seen = Casts.of_layer(FP8Config()), []
     casts.observers.append(lambda *what: seen.append(what))
     x = torch.ones(2, 16)
     made = casts.quantize(INPUT, x)
@@ -167,7 +167,7 @@ def test_casts_are_observed_and_copies_of_them_are_not() -> None:
 
 def test_an_amax_that_is_known_scales_the_first_step_and_is_what_later_ones_remember() -> None:
     """As that of a whole of which this is a part."""
-    casts, ones = Casts.in_training(DELAYED), torch.ones(16, 16)
+    casts, ones = Casts.of_layer(DELAYED), torch.ones(16, 16)
     made = casts.quantize(INPUT, ones, amax=torch.tensor(16.0))
     torch.testing.assert_close(made.inverse_scale, torch.tensor(16 / 448))
     note_step()
@@ -177,7 +177,7 @@ def test_an_amax_that_is_known_scales_the_first_step_and_is_what_later_ones_reme
 
 def test_delayed_scales_may_be_powers_of_two() -> None:
     config = FP8Config(scaling=Delayed(power_of_two=True), emulate=True)
-    casts, values = Casts.in_training(config), torch.full((16, 16), 1.7)
+    casts, values = Casts.of_layer(config), torch.full((16, 16), 1.7)
     for amax in (None, torch.tensor(1.7)):
         made = casts.quantize(INPUT, values, amax=amax)
         assert made.inverse_scale.log2().frac() == 0

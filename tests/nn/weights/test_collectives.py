@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fp8booster import FP8Config, FP8Linear, convert_to_fp8, fp8_linear, fuse
 from fp8booster.nn.fused.pointwise import row_norm
-from fp8booster.nn.linear.delivered_amax import deliver_amax, delivered_amax
+from fp8booster.nn.weights.delivered import deliver_amax, delivered_amax
 from fp8booster.nn.weights.freshness import _Changes, weight_state
 from tests.distributed import ranks
 from tests.nn.fused.models import batch, build

@@ -82,10 +82,6 @@ def test_another_thread_may_cast_weights_while_a_step_frees_copies(monkeypatch) 
     assert there.fp8_weight.held is None
 
 
-def other_stream(weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(freshness, "current_stream", lambda tensor: 77)
-
-
 def another_dtype(weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the same memory."""
     weight.data = weight.data.view(torch.int32)
@@ -110,7 +106,7 @@ def stepped(weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.optim.SGD([other]).step()
 
 
-@pytest.mark.parametrize("change", [other_stream, another_dtype, changed, moved, looked_at_again, stepped])
+@pytest.mark.parametrize("change", [another_dtype, changed, moved, looked_at_again, stepped])
 def test_a_copy_is_stale_when_one_thing_differs(change, monkeypatch) -> None:
     weights = [torch.randn(4, 4) for _ in range(2)]
     copy = freshness.FreshCopy()
@@ -118,6 +114,15 @@ def test_a_copy_is_stale_when_one_thing_differs(change, monkeypatch) -> None:
     assert copy.get(weights, "key") == "made"
     change(weights[1], monkeypatch)
     assert copy.get(weights, "key") is None
+
+
+def test_a_copy_of_a_weight_on_a_gpu_is_of_the_stream_that_made_it(monkeypatch) -> None:
+    weight = SimpleNamespace(is_cuda=True, data_ptr=lambda: 16, _version=0, dtype=torch.float32)
+    states = []
+    for stream in (7, 7, 77):
+        monkeypatch.setattr(freshness, "current_stream", lambda tensor, stream=stream: stream)
+        states.append(freshness.weight_state(weight))
+    assert states[0] == states[1] != states[2]
 
 
 def test_a_copy_is_of_its_weights_in_their_order_by_its_key() -> None:

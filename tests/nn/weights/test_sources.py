@@ -14,13 +14,12 @@ from torch import nn
 from fp8booster import FP8Config
 from fp8booster.config import WeightCopies
 from fp8booster.nn.weights import engine
-from fp8booster.nn.weights.cached import CachedWeight
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.engine import EngineWeight
 from fp8booster.nn.weights.freshness import look_again
 from fp8booster.nn.weights.pinned import collected_uses, copies_are_held
 from fp8booster.nn.weights.resharded import ReshardedWeight
-from fp8booster.nn.weights.source import WeightSource, transposed_in_backward
+from fp8booster.nn.weights.source import CachedWeight, WeightSource, transposed_in_backward
 from fp8booster.tensor import QuantizedMatrix
 from tests.nn.reference import count_calls
 
@@ -223,7 +222,7 @@ def test_copies_serve_calls_that_ask_for_no_more_and_for_the_same() -> None:
     assert casts.count == 2
     assert asked() is asked(transpose=False) is both
     assert casts.count == 2
-    powers = asked(casts=Casts.in_training(FP8Config(scaling="amax")))
+    powers = asked(casts=Casts.of_layer(FP8Config(scaling="amax")))
     assert not torch.equal(powers.inverse_scale, both.inverse_scale)
     asked()
     assert casts.count == 3
@@ -297,12 +296,12 @@ def test_a_call_that_can_keep_none_has_a_cast_of_its_own(how: str, trained: bool
     with torch.inference_mode(how not in CAST_ALONE):
         weight = torch.randn(32, 48)
     source, x = CachedWeight(), torch.randn(16, 48, requires_grad=trained)
-    found = source.for_call(weight, Casts.in_training(CONFIG), x)
+    found = source.for_call(weight, Casts.of_layer(CONFIG), x)
     assert source.held is None
     assert bool(found.transpose.numel()) is trained  # for the backward of this call alone
     assert_same(found.data, whole([weight], False).data)
     with torch.no_grad():
-        assert not source.for_call(weight, Casts.in_training(CONFIG), x).transpose.numel()
+        assert not source.for_call(weight, Casts.of_layer(CONFIG), x).transpose.numel()
 
 
 @pytest.mark.parametrize("keeps", [True, False])
@@ -316,7 +315,7 @@ def test_a_kept_copy_has_the_transpose_that_its_mode_needs(keeps: bool) -> None:
         (False, trained, True),
     ):
         source = CachedWeight()
-        found = source.for_call(weight, Casts.in_training(config) if training else Casts(config), input)
+        found = source.for_call(weight, Casts.of_layer(config) if training else Casts(config), input)
         assert source.held is found
         assert bool(found.transpose.numel()) is expected, (training, input.requires_grad)
 
@@ -369,7 +368,7 @@ def test_what_inference_mode_casts_may_be_read_by_a_backward() -> None:
     for training in (True, False):
         source = CachedWeight()
         with torch.inference_mode():
-            found = source.for_call(weight, Casts.in_training(CONFIG) if training else Casts(CONFIG), x)
+            found = source.for_call(weight, Casts.of_layer(CONFIG) if training else Casts(CONFIG), x)
         assert not found.data.is_inference()
         assert not found.inverse_scale.is_inference()
 
@@ -377,7 +376,7 @@ def test_what_inference_mode_casts_may_be_read_by_a_backward() -> None:
 @pytest.mark.parametrize("by_engine", [False, True])
 def test_uses_are_collected_as_they_were_asked_for_and_inside_alone(by_engine: bool) -> None:
     weights, casts = [nn.Parameter(torch.randn(32, 48))], Casts(CONFIG)
-    powers = Casts.in_training(FP8Config(scaling="amax"))
+    powers = Casts.of_layer(FP8Config(scaling="amax"))
     source = provided(EngineWeight(), weights, False) if by_engine else CachedWeight()
     with collected_uses() as uses:
         source.forward(weights, casts, transpose=False)
@@ -388,8 +387,8 @@ def test_uses_are_collected_as_they_were_asked_for_and_inside_alone(by_engine: b
 
 
 def test_scales_that_do_not_come_from_what_is_cast_are_noted() -> None:
-    delayed = Casts.in_training(FP8Config(scaling="delayed", emulate=True))
-    assert CachedWeight().notes_of_scaling(Casts.in_training(CONFIG)) == []
+    delayed = Casts.of_layer(FP8Config(scaling="delayed", emulate=True))
+    assert CachedWeight().notes_of_scaling(Casts.of_layer(CONFIG)) == []
     assert CachedWeight().notes_of_scaling(delayed) == ["delayed scales"]
     assert EngineWeight().notes_of_scaling(delayed) == [
         "delayed scales, real-time ones of a weight that an engine casts"

@@ -1,20 +1,36 @@
-"""Recipes by which backward computes a tensor again from what another node saves, so that its reader need not save it.
+"""What its producer attaches to a tensor: the amax that its cast needs, and a recipe by which backward computes it again.
 
-As a delivered amax, a recipe is an attribute of the tensor object, together with the tensor's version.
+Both are attributes of the tensor object, together with the tensor's version and place. A tensor that was computed from
+it has none. One that was given other data lies elsewhere, and one that was changed in place has another version:
+torch's operations raise it, our kernels and collectives do, and `freshness` does so for those of torch.distributed. A
+change in place through `.data`, as a tensor hook may make it, is not seen. autograd hands the very object that one
+backward returned to the next, unless it had to add a second gradient to it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp8booster.kernels.cast import partial_amaxes
-from fp8booster.nn.linear.delivered_amax import deliver_amax
 
-_ATTRIBUTE = "_fp8booster_recipe"
+AMAX, RECIPE = "_fp8booster_amax", "_fp8booster_recipe"
+"""Attributes; who finds none need not ask `delivered_amax` or `delivered_recipe`."""
+
+
+def deliver_amax(tensor: torch.Tensor, amax: torch.Tensor | None) -> torch.Tensor:
+    """Attach its amax, float32, whose largest entry counts, to a tensor just made; None: it is not known."""
+    if amax is not None and not (torch.compiler.is_compiling() or tensor.is_inference()):
+        setattr(tensor, AMAX, (tensor._version, tensor.data_ptr(), amax))
+    return tensor
+
+
+def delivered_amax(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the amax that came with a tensor, if it did and the tensor has not changed since."""
+    return _delivered(tensor, AMAX)
 
 
 class Recipe(NamedTuple):
@@ -37,18 +53,13 @@ class Recipe(NamedTuple):
 def deliver_recipe(tensor: Tensor, recipe: Recipe) -> Tensor:
     """Attach a recipe to a tensor just made, which one product will read."""
     if not torch.compiler.is_compiling():
-        setattr(tensor, _ATTRIBUTE, (tensor._version, tensor.data_ptr(), recipe))
+        setattr(tensor, RECIPE, (tensor._version, tensor.data_ptr(), recipe))
     return tensor
 
 
 def delivered_recipe(tensor: Tensor) -> Recipe | None:
     """Return the recipe that came with a tensor, if one did and the tensor has not changed since."""
-    if torch.compiler.is_compiling():
-        return None
-    found = getattr(tensor, _ATTRIBUTE, None)
-    if found is None or found[0] != tensor._version or found[1] != tensor.data_ptr():
-        return None
-    return found[2]
+    return _delivered(tensor, RECIPE)
 
 
 def deliver_as_saved(tensor: Tensor, *, one_scale: bool) -> None:
@@ -69,3 +80,12 @@ def deliver_as_saved(tensor: Tensor, *, one_scale: bool) -> None:
 
 def _as_matrix(tensor: Tensor, amax: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     return tensor.flatten(0, -2), amax
+
+
+def _delivered(tensor: torch.Tensor, attribute: str) -> Any:
+    if torch.compiler.is_compiling():
+        return None
+    found = getattr(tensor, attribute, None)
+    if found is None or found[0] != tensor._version or found[1] != tensor.data_ptr():
+        return None
+    return found[2]

@@ -8,7 +8,7 @@ from torch import nn
 
 from fp8booster import FP8Config, FP8Linear
 from fp8booster.nn.fused.pointwise import activate, row_norm
-from fp8booster.nn.linear.delivered_amax import deliver_amax, delivered_amax
+from fp8booster.nn.weights.delivered import deliver_amax, delivered_amax
 from tests.nn.reference import exact_linear, signal_to_noise
 
 CONFIG = FP8Config(emulate=True)
