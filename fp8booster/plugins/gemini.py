@@ -63,8 +63,8 @@ class GeminiPlugin(FP8Plugin, plugin.GeminiPlugin):
 
     def configure(self, model: nn.Module, optimizer: Optimizer | None = None, *others: Any, **named: Any) -> tuple:
         """Wrap model and optimizer for Gemini; with `use_fp8`, the model's linear layers are FP8 layers then."""
-        is_own = optimizer is None or isinstance(optimizer, OptimizerWrapper) or type(optimizer) in _AVAIL_OPTIM_LIST
-        if not is_own:
+        is_own = isinstance(optimizer, OptimizerWrapper) or type(optimizer) in _AVAIL_OPTIM_LIST
+        if optimizer is not None and not is_own:
             name = type(optimizer).__name__
             HybridAdam.convert_in_place(optimizer)
             self.logger.info(

@@ -24,7 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from fp8booster import FP8Config
 from fp8booster.nn.fsdp import flat_weights
 from fp8booster.nn.fsdp.handle import compress_flat_fsdp
-from fp8booster.nn.weights import resharded
+from fp8booster.nn.weights.casting import Casts
 from fp8booster.tensor import QuantizedMatrix
 from tests.colossal.models import tiny_llama
 from tests.plugins.training import Boosted, assert_equal, boost, train
@@ -155,7 +155,7 @@ class FP8Weights:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._seen: list[StorageWeakRef] = []
-        for module, name in ((resharded, "quantize_weight"), (flat_weights, "QuantizedMatrix")):
+        for module, name in ((Casts, "quantize_weight"), (flat_weights, "QuantizedMatrix")):
             monkeypatch.setattr(module, name, self._watching(getattr(module, name)))
 
     def _watching(self, make: Callable[..., QuantizedMatrix]) -> Callable[..., QuantizedMatrix]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8booster import FP8Config, FP8Linear, convert_to_fp8, report
-from fp8booster.nn.weights import cached
+from fp8booster.nn.weights.casting import Casts
 from tests.colossal.models import VOCABULARY, tiny_llama
 from tests.distributed import ranks
 from tests.nn.reference import count_calls
@@ -104,11 +104,11 @@ def test_fp8_by_name_and_by_position_are_the_same() -> None:
 def test_a_weight_is_cast_once_for_all_micro_batches_of_a_step(stage: int) -> None:
     run = boost(fp8(stage=stage))
     with pytest.MonkeyPatch.context() as monkeypatch:
-        casts = count_calls(monkeypatch, cached, "quantize_weight")
+        casts = count_calls(monkeypatch, Casts, "quantize_weight")
         for step in range(1, 4):
             run.step(*rank_batches(3), no_sync=stage == 1)
             assert len(casts) == step * LAYERS
-            assert len({weight.data_ptr() for weight, _ in casts}) == LAYERS
+            assert len({weight.data_ptr() for _, weight in casts}) == LAYERS
 
 
 @ranks(2)
@@ -182,7 +182,7 @@ def test_checkpointing_activations_changes_no_bit(how: str) -> None:
         model.gradient_checkpointing_enable({"use_reentrant": how == "reentrant"})
         arguments = {"stage": stage, "overlap_communication": how != "native reduction after it"}
         with pytest.MonkeyPatch.context() as monkeypatch:
-            casts = count_calls(monkeypatch, cached, "quantize_weight")
+            casts = count_calls(monkeypatch, Casts, "quantize_weight")
             products = count_calls(monkeypatch, torch, "_scaled_mm")
             run = boost(fp8(**arguments), model)
             run.step(*rank_batches(1))
@@ -318,7 +318,7 @@ def test_evaluation_computes_in_fp8_and_leaves_training_alone() -> None:
 def test_evaluation_multiplies_by_the_weights_that_training_has(
     fp8_communication: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    casts = count_calls(monkeypatch, cached, "quantize_weight")
+    casts = count_calls(monkeypatch, Casts, "quantize_weight")
     run = boost(fp8(fp8_config=FP8Config(fused=False), fp8_communication=fp8_communication))
     first, second = rank_batches(2)
     for _ in range(2):

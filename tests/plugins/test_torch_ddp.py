@@ -16,7 +16,7 @@ from torch import nn
 from fp8booster import FP8Config, FP8Linear, comm, convert_to_fp8
 from fp8booster.comm import Encoding, ddp_hook
 from fp8booster.monitor.traffic import count_traffic
-from fp8booster.nn.weights import cached
+from fp8booster.nn.weights.casting import Casts
 from fp8booster.optim import AdamW
 from tests.colossal.models import tiny_llama
 from tests.distributed import ranks, shared_folder
@@ -259,7 +259,7 @@ def test_ddp_trains_adapters_on_a_frozen_base_in_fp8() -> None:
 def test_ddp_casts_a_weight_once_and_sends_once_for_all_micro_batches_of_a_step() -> None:
     run = boost(fp8(fp8_config=FP8Config(fused=False)))
     with pytest.MonkeyPatch.context() as monkeypatch:
-        casts = count_calls(monkeypatch, cached, "quantize_weight")
+        casts = count_calls(monkeypatch, Casts, "quantize_weight")
         for step in range(1, 4):
             comm.reset_statistics()
             run.step(*rank_batches(3), no_sync=True)

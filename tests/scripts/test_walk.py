@@ -8,9 +8,9 @@ from scripts import walk
 from tests.distributed import ranks
 
 FILES_AND_MOVES = {
-    walk.FORWARD: (22, 41),
-    walk.BACKWARD: (12, 18),
-    walk.MERGED: (24, 52),
+    walk.FORWARD: (10, 17),
+    walk.BACKWARD: (7, 10),
+    walk.MERGED: (17, 30),
     walk.PUBLISH: (15, 32),
     walk.REDUCTION: (17, 54),
     walk.CONFIGURE: (46, 165),

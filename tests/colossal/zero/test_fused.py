@@ -10,7 +10,6 @@ from fp8booster.colossal.zero import gathered_weights
 from fp8booster.colossal.zero.gathered_weights import WeightBatch
 from fp8booster.kernels.cast import cast
 from fp8booster.nn.fused.merged_layers import MergedLayers, merged_layers
-from fp8booster.nn.weights import cached
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.engine import EngineWeight
 from tests.colossal.zero.runs import CLOSE, assert_same_on_all_ranks, batch, gathered, masters, names, wire
@@ -87,7 +86,7 @@ def test_merged_weights_are_the_cast_of_their_masters_under_one_scale(stage: int
 def test_no_merged_weight_is_cast_after_the_first_step_and_each_is_multiplied_whole() -> None:
     run = boost(wire(stage=2, fp8_config=FUSED))
     with pytest.MonkeyPatch.context() as monkeypatch:
-        casts = count_calls(monkeypatch, cached, "quantize_weight")
+        casts = count_calls(monkeypatch, Casts, "quantize_weight")
         run.step(batch())
         groups = merged_layers(run.model.unwrap())
         of_groups = [layer for group in groups for layer in group.layers]
