@@ -21,7 +21,11 @@ from tests.nn.reference import count_calls
 from tests.plugins.test_low_level_zero_fp8 import LAYERS
 from tests.plugins.training import STAGES, Boosted, assert_close, assert_equal, boost, native, ours, rank_batches, train
 
-CONFIGS = {"defaults": {}, "powers of two": {"scaling": "amax"}, "E5M2": {"formats": Formats(weight=torch.float8_e5m2)}}
+CONFIGS = {
+    "defaults": {},
+    "powers of two": {"scaling": "amax"},
+    "E5M2": {"formats": Formats(weight=torch.float8_e5m2, gradient=torch.float8_e4m3fn)},
+}
 
 
 def assert_is_cast_of_masters(run: Boosted) -> None:
@@ -45,8 +49,6 @@ def assert_is_cast_of_masters(run: Boosted) -> None:
 @pytest.mark.parametrize("config", CONFIGS)
 def test_a_gathered_weight_is_the_cast_of_the_whole_master(config: str) -> None:
     formats = CONFIGS[config]
-    if "weight_format" in formats:
-        formats = formats | {"formats": Formats(gradient=torch.float8_e4m3fn)}
     for stage in STAGES:
         run = boost(wire(stage=stage, fp8_config=FP8Config(**formats, fused=False)))
         assert len(list(gathered(run))) == LAYERS
