@@ -185,6 +185,7 @@ class FP8Plugin(Plugin):
             boosted = super().configure(model, optimizer, *others)
         else:
             require_fp8(get_accelerator().get_current_device(), self.fp8_config.emulate, self.fp8_config.granularity)
+            # before anything changes, and on every rank: one that failed later would leave the others waiting
             if optimizer is not None and not isinstance(model, ModelWrapper):
                 require_parameters(model, in_buffers=self.engine.in_buffers, sparse=self.engine.sparse_gradients)
             model, optimizer = self.convert(model, optimizer)
@@ -197,6 +198,7 @@ class FP8Plugin(Plugin):
             moments = "; moments are kept in 8 bits" if own is not None else ""
             self.logger.info(f"{report(boosted[0]).summary()}{fused}; {sent}{moments}", ranks=[0])
         if own is not None:
+            # what rounds at random must draw alike on ranks with copies, and differently on those with parts
             places, parameters = self.places(*boosted[:2]), self.parameters(*boosted[:2])
             own.train_for_engine(places, parameters, integer_steps=self.integer_steps)
         return boosted

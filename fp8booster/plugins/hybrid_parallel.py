@@ -126,6 +126,7 @@ class HybridParallelPlugin(FP8Plugin, plugin.HybridParallelPlugin):
         except ValueError as error:
             reason = error
         if self.pp_size > 1:
+            # a stage may hold no layer for FP8, as the last one with the head alone; some stage must
             converted = torch.tensor(reason is None, dtype=torch.int32, device=get_accelerator().get_current_device())
             dist.all_reduce(converted, dist.ReduceOp.MAX, self.pp_group)
             if converted.item():

@@ -118,6 +118,7 @@ def _sdpa(
     is_causal: bool = False,
     **_: Any,
 ) -> torch.Tensor:
+    # PyTorch refuses a mask beside is_causal, which its fast kernels need
     if attention_mask is not None and not attention_mask.numel():
         attention_mask = None
     is_causal = is_causal and attention_mask is None
@@ -164,6 +165,7 @@ def ring_attention_knows_padding(module: ModuleType, replacements: Replacements)
             padding_mask, sp_group, inputs_embeds, position_ids, is_label, is_batched_seq
         )
         if is_label and is_batched_seq:
+            # upstream fills with 0, which is a token; -100 is no target of the loss
             labels = torch.full_like(inputs, -100).flatten()
             valid = info["valid_indices"]
             labels[valid] = inputs.flatten()[valid]

@@ -171,6 +171,7 @@ def fsdp_clips_by_the_whole_norm(module: ModuleType, replacements: Replacements)
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, *_: Any, **__: Any
     ) -> torch.Tensor:
+        # FSDP's own: it adds the squares of all ranks' parts before the root
         norm = self.model.module.clip_grad_norm_(max_norm, norm_type)
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(f"the norm of the gradients is {norm.item()}, so they cannot be clipped by it")

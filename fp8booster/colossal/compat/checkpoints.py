@@ -116,7 +116,7 @@ def tied_weights_are_saved_from_the_cpu(
     for name, value in state_dict.items() if use_safetensors else ():
         if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.numel() > 0:
             memory = value.untyped_storage().data_ptr()
-            if memory in seen:
+            if memory in seen:  # safetensors refuses views of one memory; a GPU's are copied to the host anyway
                 state_dict[name] = value.detach().clone()
             seen.add(memory)
     upstream(state_dict, checkpoint_file_path, use_safetensors)
@@ -130,6 +130,7 @@ def tied_weights_are_saved_from_the_cpu(
 def gemini_loads_tied_weights(upstream: Callable, self: Any, state_dict: dict, *args: Any) -> None:
     """Without it: RuntimeError: Unexpected key(s) in state_dict: "lm_head.weight"."""
     names = {name for name, _ in self.module.named_parameters()}
+    # the other names of a tied weight, which strict loading takes for unexpected keys
     tied = {name for name, _ in self.module.named_parameters(remove_duplicate=False)} - names
     upstream(self, {name: value for name, value in state_dict.items() if name not in tied}, *args)
 
@@ -232,6 +233,7 @@ def pipeline_stages_load_a_weight_that_they_share(
     sources = [_stage_that_loaded(parameter in found, group) for parameter, group in shared]
     if all(source is None for source in sources):
         return
+    # late gathers would overwrite what is copied here
     model._force_wait_all_gather()
     for (parameter, group), source in zip(shared, sources, strict=True):
         if source is not None:

@@ -142,6 +142,7 @@ def streams_have_queues_of_their_own(module: ModuleType, replacements: Replaceme
             stacklevel=2,
         )
         return
+    # CUDA reads it when it is first used, so that now is early enough
     replacements.set_item(os.environ, CONNECTIONS, _GIVEN)
 
 

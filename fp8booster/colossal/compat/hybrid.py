@@ -40,7 +40,7 @@ def masters_are_plain_tensors(upstream: Callable, self: Any, *args: Any, **kwarg
     upstream(self, *args, **kwargs)
     for master, working in self.master_to_working_map.items():
         if master is not working and isinstance(master, ColoTensor):
-            change_class(master, torch.Tensor)
+            change_class(master, torch.Tensor)  # keeps its memory and its identity, by which the maps know it
 
 
 @wrap(

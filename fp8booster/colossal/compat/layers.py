@@ -23,7 +23,7 @@ def _over_compressed_group(arguments: dict[str, Any]) -> bool:
 
 
 def _send_fp8(upstream: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    given = arguments_of(upstream, args, kwargs).arguments
+    given = arguments_of(upstream, args, kwargs).arguments  # callers name the group or give it by place
     if not _over_compressed_group(given):
         return upstream(*args, **kwargs)
     from fp8booster.colossal.tensor import operations  # it imports the module that is patched
@@ -189,7 +189,7 @@ def loss_of_a_sharded_vocabulary_scales_its_gradient(upstream: Callable, ctx: An
     """Without it all gradients are as many times too large as there are tokens: the scaling in place makes a copy that
     is dropped, since in ColoTensors, which Gemini's activations are, `mul_` is a `mul`.
     """
-    with torch._C.DisableTorchFunction():
+    with torch._C.DisableTorchFunction():  # so that `mul_` is torch's, in place
         return upstream(ctx, gradient)
 
 

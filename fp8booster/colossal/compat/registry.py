@@ -108,6 +108,7 @@ def _set_item(mapping: MutableMapping[str, Any], key: str, value: Any) -> None:
 
 def _exchange(home: ModuleType, name: str, old: Callable, new: Callable) -> None:
     """Set `name` to `new` where it is `old`, at its home and in every colossalai module."""
+    # `from module import name` has bound the old function elsewhere; who imports it later finds the new one at its home
     for module in [home, *(module for key, module in sys.modules.items() if key.startswith("colossalai."))]:
         if vars(module).get(name) is old:
             setattr(module, name, new)
@@ -275,7 +276,7 @@ def arguments_of(function: Callable, args: tuple, kwargs: dict[str, Any]) -> ins
     return _signature(function).bind(*args, **kwargs)
 
 
-_signature = functools.cache(inspect.signature)
+_signature = functools.cache(inspect.signature)  # patched collectives are called for each layer
 
 
 def by_name(function: Callable[[Callable[[], Any], dict[str, Any]], Any]) -> Callable[..., Any]:
@@ -323,7 +324,7 @@ def apply(without: Collection[str] = ()) -> None:
     """
     for name in without:
         each = _find(name)
-        with _those_above_lifted(each):
+        with _those_above_lifted(each):  # each holds the function that it found, and would bring it back
             each.leave_out()
     for each in _PATCHES.values():
         if each.name not in _watched:

@@ -45,6 +45,7 @@ def zero_runs_on_cpu(module: ModuleType, replacements: Replacements) -> None:
 @wrap_on_cpu(f"{_ZERO}:LowLevelZeroOptimizer._run_reduction", "343")
 def zero_overlaps_without_streams(upstream: Callable, self: Any) -> None:
     """Without it `Tensor.record_stream`, which no CPU tensor has, raises RuntimeError: unknown parameter type."""
+    # the flag alone decides about streams here; hooks have started the reduction during backward already
     with temporarily(self, _overlap_communication=False):
         upstream(self)
 
@@ -102,6 +103,7 @@ def gemini_runs_on_cpu(module: ModuleType, replacements: Replacements) -> None:
         if name.startswith(module.__name__) and hasattr(other, "get_accelerator"):
             replacements.set(other, "get_accelerator", lambda: accelerator)
 
+    # pinned memory speeds copies to a GPU up, and there is none
     def construct(upstream: Callable, self: Any, *args: Any, pin_memory: bool = False, **kwargs: Any) -> None:
         upstream(self, *args, pin_memory=False, **kwargs)
 
@@ -238,6 +240,7 @@ def tensor_parallel_states_are_gathered(
     sharding = {name: vars(parameter)[name] for name in _SHARDING if name in vars(parameter)}
     if not sharding or self.chunk_manager.get_chunk(parameter).keep_gathered:
         return upstream(self, param_id, only_rank_0)
+    # without these upstream takes the parameter for a whole one, and collects the states as they are
     for name in sharding:
         delattr(parameter, name)
     try:

@@ -79,6 +79,7 @@ class SharedSquares:
         Args:
             norms: each parameter, and the norm of its gradient or of this rank's part of it, float32 [].
         """
+        # one sum for each number of holders: few kernels, and no division of single squares
         by_holders: dict[int, list[torch.Tensor]] = {}
         for parameter, norm in norms:
             replicas = self._replicas if is_replicated(parameter) else 1
@@ -90,6 +91,7 @@ class SharedSquares:
 
     def add_over_ranks(self, squares: torch.Tensor) -> None:
         """Add sums over tensor and pipeline parallel ranks, in place; each rank calls it, with gradients or without."""
+        # in 32 bits: a norm that ranks round differently would let their clipping diverge
         for group in self._groups:
             dist.all_reduce(squares, group=group)
 

@@ -77,6 +77,7 @@ class FP8HybridParallelModule(SavesMasters, HybridParallelModule):
         """Average gradients over data parallel ranks, then add those that pipeline stages share."""
         if dist.get_world_size(self.dp_group) > 1:
             trained = [parameter for parameter in self.module.parameters() if parameter.grad is not None]
+            # apart: ranks of tensor parallelism hold copies of the first, which must be rounded alike on each
             for replicated in (True, False):
                 comm.all_reduce_coalesced(
                     [parameter.grad for parameter in trained if is_replicated(parameter) is replicated],

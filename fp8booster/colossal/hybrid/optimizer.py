@@ -62,7 +62,7 @@ class FP8HybridParallelAMPOptimizer(_SpreadsSums, BoostedOptimizer, HybridParall
         self, param_gradient_pairs: list[tuple[nn.Parameter, torch.Tensor]], norm_type: float = 2
     ) -> torch.Tensor | float:
         """Return the norm of (parameter, gradient of its master) over all ranks: float32 [], on the device."""
-        if norm_type != 2:
+        if norm_type != 2:  # rare: Colossal-AI's waits for the device
             return super()._compute_grad_norm(param_gradient_pairs, norm_type)
         parameters = [parameter for parameter, _ in param_gradient_pairs]
         norms = norms_of([gradient for _, gradient in param_gradient_pairs])
@@ -103,6 +103,7 @@ class FP8HybridParallelZeroOptimizer(_SpreadsSums, FP8ZeroOptimizer, HybridParal
     def _put_replicated_apart(self) -> None:
         """Give the gradients of parameters that every tensor parallel rank holds buckets of their own."""
         for group, parameters in self.pg_to_param_list.items():
+            # beside gradients of shards in a block they would have another scale on each rank, and the copies diverge
             bucket = BucketStore(group, self._reduce_bucket_size)
             self.pg_to_bucket_store["replicated", group] = bucket
             for parameter in filter(is_replicated, parameters):

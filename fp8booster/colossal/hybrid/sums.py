@@ -50,6 +50,7 @@ class SummedGradients:
 
     def spread(self) -> None:
         """Before a backward adds to gradients: divide those that are sums, so that the next sum gives them back."""
+        # an equal part on each rank: the next sum over the ranks gives these back, and adds the new parts
         gradients = self._gradients() if self.are_summed else []
         if gradients:
             torch._foreach_mul_(gradients, 1.0 / dist.get_world_size(self._group))

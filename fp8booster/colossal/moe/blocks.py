@@ -93,6 +93,7 @@ class ExpertParallel(nn.Module):
             rank that holds it has the tokens of `ep_size` ranks), float32; and the tokens of all ranks for all of them,
             int64 [1].
         """
+        # one message for both: it is latency that counts
         agreed = torch.cat([(tokens > 0).to(tokens.dtype), tokens.sum().view(1)])
         dist.all_reduce(agreed, group=self.moe_dp_group)
         active = agreed[:-1].clamp(min=1).float()
@@ -179,7 +180,7 @@ def convert_blocks(model: nn.Module, *, encoding: Encoding | None) -> int:
         encoding: of tokens and their gradients; None sends them as they are.
 
     Returns:
-        How many blocks there are.
+        The number of blocks.
     """
     blocks = [module for module in model.modules() if type(module) in (*BLOCKS, *BLOCKS.values())]
     for block in blocks:

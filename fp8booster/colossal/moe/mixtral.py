@@ -100,7 +100,7 @@ def split_experts(model: nn.Module, optimizer: Optimizer | None) -> None:
         for name, block in list(layer._modules.items()):
             if block is None or not _is_whole(block):
                 continue
-            LazyInitContext.materialize(block)
+            LazyInitContext.materialize(block)  # lazy parameters have no values to copy
             split = SplitMixtralBlock(block).train(block.training)
             setattr(layer, name, split)
             experts = list(split.experts)
@@ -115,5 +115,6 @@ def split_experts(model: nn.Module, optimizer: Optimizer | None) -> None:
             "the optimizer holds states of a Mixtral's experts, which are split for sharding; boost a new optimizer, "
             "and load its states with booster.load_optimizer"
         )
+    # in place of the old ones, so that each expert keeps its group's learning rate and decay
     for group in optimizer.param_groups:
         group["params"] = [new for old in group["params"] for new in replaced.get(old, [old])]

@@ -142,6 +142,7 @@ class FP8PipelineCommunication(PipelineP2PCommunication):
             size = len(pickle.dumps(sent_metadata)) + torch.int64.itemsize
             observer.count_plain("send", get_world_size(group), size, "metadata")
         if send_metadata or receive_metadata:
+            # both directions in one call: two stages that only sent, or only received, would wait for each other
             message, receiver = (sent_metadata, to) if send_metadata else (None, None)
             sender = source if receive_metadata else None
             received_metadata = _send_recv_serialization_object(
@@ -156,6 +157,7 @@ class FP8PipelineCommunication(PipelineP2PCommunication):
             buffers = _create_recv_buffer(metadata.tensor_metadata, device)
             receipts = self._operations(comm.irecv, buffers, source, metadata)
             operations = operations + receipts if send_first else receipts + operations
+        # one batch: with NCCL, sends and receives that are started one by one run in that order, and may deadlock
         works = comm.batch_isend_irecv(operations) if operations else []
         if not (self.overlap_p2p if overlap is None else overlap):
             for work in works:

@@ -107,9 +107,11 @@ def _to_heads(values: torch.Tensor, heads: tuple[int, ...], group: dist.ProcessG
     ranks = group.size()
     own = [count // ranks for count in heads]
     batch, tokens, _, size = values.shape
+    # one contiguous part for each rank, so that nothing is copied again to be sent
     message = values.new_empty((ranks, batch, tokens, sum(own), size))
     for into, kind in zip(message.split(own, 3), values.split(heads, 2), strict=True):
         into.copy_(kind.unflatten(2, (ranks, -1)).permute(2, 0, 1, 3, 4))
+    # parts arrive in the order of ranks, which is that of the sequence
     return _exchanged(message, group).transpose(0, 1).reshape(batch, ranks * tokens, sum(own), size)
 
 
@@ -119,6 +121,7 @@ def _to_sequence(values: torch.Tensor, heads: tuple[int, ...], group: dist.Proce
     arrived = _exchanged(message, group)
     _, batch, tokens, _, size = arrived.shape
     whole = values.new_empty((batch, tokens, sum(heads), size))
+    # rank r sends the r-th part of each kind of heads: the kinds are put together apart from each other
     parts = arrived.split([count // ranks for count in heads], 3)
     for into, part in zip(whole.split(heads, 2), parts, strict=True):
         into.unflatten(2, (ranks, -1)).copy_(part.permute(1, 2, 0, 3, 4))

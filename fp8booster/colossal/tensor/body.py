@@ -114,6 +114,7 @@ def body_forward(
         return {"hidden_states": hidden_states}
     hidden_states = self.norm(hidden_states)
     along = shard_config.enable_sequence_parallelism
+    # a head that is spread over the ranks of the sequence reads all of it; others may compute the loss of a part
     shares_ranks = is_share_sp_tp(shard_config.sequence_parallelism_mode)
     if along and (gathers_sequence or not shard_config.parallel_output or shares_ranks):
         hidden_states = gather_sp_output(hidden_states, shard_config)
@@ -145,6 +146,7 @@ def mixtral_body_forward(
     first, last = stage_index or (0, len(self.layers))
     with ExitStack() as hooks:
         for layer in self.layers[first:last] if output_router_logits else ():
+            # a layer of transformers 5 returns its hidden states alone
             handle = layer.mlp.gate.register_forward_hook(lambda _, __, output: logits.append(output))
             hooks.callback(handle.remove)
         made = body_forward(self, *args, stage_index=stage_index, **kwargs)

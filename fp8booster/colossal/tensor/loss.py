@@ -157,6 +157,7 @@ class _LazyLogits:
         group, ranks = config.sequence_parallel_process_group, config.sequence_parallel_size
         mode = config.sequence_parallelism_mode
         length = self.hidden.shape[1]
+        # a ring splits and shifts labels with the tokens, since its parts are not contiguous; others leave that to us
         if mode == "ring_attn" and labels.shape[1] == length:
             targets, spread = labels, True
         else:
@@ -164,6 +165,7 @@ class _LazyLogits:
             spread = ranks > 1 and not is_share_sp_tp(mode) and targets.shape[1] // ranks == length
             if spread:
                 targets = targets.split(length, dim=1)[dist.get_rank(group)]
+        # a sum, and not a mean: ranks hold different numbers of tokens that count
         count = (targets != _IGNORED).sum()
         loss = self._sum(targets)
         if spread:
@@ -183,6 +185,7 @@ class _LazyLogits:
             group = head.process_group
             first = dist.get_rank(group) * rows
             part = VocabularyPart(tokens, min(max(tokens - first, 0), rows), first, group)
+            # autograd's function returns another tensor object, which would lose the amax that the norm found
             amax = delivered_amax(hidden)
             # each rank's gradient of the hidden states is that of its part of the vocabulary
             hidden = deliver_amax(reduce_backward(hidden, group, head.fp8_communication), amax)
