@@ -188,22 +188,24 @@ def layout_of(model: nn.Module, *, in_fp8: bool = True) -> Layout:
     frozen = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, FrozenLayer)}
     parameters = {name for _, name in tied} | frozen
     stored = [part for name in _of_linear_layers(model) for part in names.of[name]]
+    by_layers = (
+        weights[id(layer)]
+        for layer in layers
+        # nor do engines cast a weight that products would pad
+        if layer.why_cast_by_itself is not None or any(size % ALIGNMENT for size in layer.held_weight.shape)
+    )
     return Layout(
-        names.stored_shapes,
-        {
+        shapes=names.stored_shapes,
+        first_name={
             name: first
             for one, other in tied
             for first, name in zip(names.of.get(one, ()), names.of.get(other, ()), strict=False)
         },
-        frozenset(part for name in parameters for part in names.of.get(name, ())),
-        groups,
-        frozenset(
-            weights[id(layer)]
-            for layer in layers
-            if layer.why_cast_by_itself is not None or any(size % ALIGNMENT for size in layer.held_weight.shape)
-        ).union(*stacks),
-        tuple(dict.fromkeys(name.rpartition(".")[0] for name in stored if name not in groups)),
-        names,
+        parameters=frozenset(part for name in parameters for part in names.of.get(name, ())),
+        groups=groups,
+        cast_by_layers=frozenset(by_layers).union(*stacks),
+        kept=tuple(dict.fromkeys(name.rpartition(".")[0] for name in stored if name not in groups)),
+        names=names,
     )
 
 
