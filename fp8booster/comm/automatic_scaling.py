@@ -27,10 +27,10 @@ from fp8booster.comm.call import Call
 from fp8booster.comm.collectives import factor_of, reduce_scatter_uncompressed
 from fp8booster.comm.observer import observer
 from fp8booster.comm.threshold import Op, ReduceOp
-from fp8booster.comm.transport import flat, one_tensor, require_multiple
+from fp8booster.comm.transport import agree_on_amax, flat, one_tensor, require_multiple
 from fp8booster.kernels.cast import saturate
 from fp8booster.kernels.device import current_stream
-from fp8booster.kernels.scales import MAX_SCALE, amax_of, scale_of
+from fp8booster.kernels.scales import MAX_SCALE, scale_of
 
 FORMAT = formats.E4M3
 SATURATED_AT_MOST = 1e-5
@@ -109,9 +109,7 @@ class AutomaticScaling:
         observer.count_encoded("reduce_scatter_tensor", ranks, input.nbytes, wire)
 
         values = values.view(ranks, -1)
-        amax = torch.stack([amax_of(tensor) for tensor in values.split(sizes, 1)])
-        amax = torch.where(amax.isnan(), torch.inf, amax)  # a maximum over ranks may drop NaN
-        dist.all_reduce(amax, ReduceOp.MAX, group)
+        amax = agree_on_amax(values.split(sizes, 1), group)
         if self._mu_is_set is not None:  # by another stream
             self._mu_is_set.wait()
         # with the scale of the largest on any rank no rank saturates by itself; mu leaves room for the sum
@@ -178,7 +176,7 @@ class AutomaticScaling:
 
 
 def scales_of(amax: Tensor, mu: Tensor | float) -> tuple[Tensor, Tensor]:
-    """Scales and inverse scales of tensors whose largest magnitudes over all ranks are `amax`, float32 [tensors]."""
+    """Return scales and inverse scales of tensors with these largest magnitudes over all ranks, float32 [tensors]."""
     scales, _ = scale_of(amax, FORMAT)
     # beyond it the inverse scale would be subnormal
     scales = (scales * mu).clamp(max=MAX_SCALE)
@@ -186,7 +184,7 @@ def scales_of(amax: Tensor, mu: Tensor | float) -> tuple[Tensor, Tensor]:
 
 
 def cast_tensors(values: Tensor, sizes: Sequence[int], scales: Tensor) -> Tensor:
-    """FP8 [parts, N] of values [parts, N], each part made of tensors of these sizes, a scale for each."""
+    """Return FP8 [parts, N] of values [parts, N]; each part holds tensors of these sizes, with a scale for each."""
     encoded = torch.empty(values.shape, dtype=FORMAT, device=values.device)
     for tensor, scale, out in zip(values.split(sizes, 1), scales, encoded.split(sizes, 1), strict=True):
         out.copy_(saturate(tensor.float() * scale, FORMAT))
@@ -194,26 +192,19 @@ def cast_tensors(values: Tensor, sizes: Sequence[int], scales: Tensor) -> Tensor
 
 
 def _sum_in_fp8(encoded: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """This rank's part of the sum.
-
-    Args:
-        encoded: FP8 [ranks, N], the part for each rank.
-
-    Returns:
-        FP8 [N]. NCCL (2.24 and later, on sm90) adds FP8 itself. Elsewhere parts are exchanged and added from the first
-        rank to the last, rounded to FP8 after each addition as in a ring.
-    """
-    if encoded.is_cuda:
+    """Return this rank's part of the sum, FP8 [N], of the parts for each rank, FP8 [ranks, N]."""
+    if encoded.is_cuda:  # NCCL (2.24 and later, on sm90) adds FP8 itself
         total = torch.empty(encoded.shape[1], dtype=FORMAT, device=encoded.device)
         one_tensor("reduce_scatter")(total, encoded.view(-1), ReduceOp.SUM, group)
         return total
     received = torch.empty_like(encoded)
+    # as bytes: gloo knows no FP8
     dist.all_to_all_single(received.view(torch.uint8), encoded.view(torch.uint8), group=group)
     return add_in_fp8(received)
 
 
 def add_in_fp8(parts: Tensor) -> Tensor:
-    """The sum of FP8 [ranks, N] over ranks, first to last, rounded to FP8 and saturated after each addition."""
+    """Add FP8 [ranks, N] over ranks, first to last, rounded to FP8 and saturated after each addition as in a ring."""
     total, *others = parts
     for part in others:
         total = saturate(total.float() + part.float(), parts.dtype)

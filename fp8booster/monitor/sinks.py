@@ -15,7 +15,7 @@ from fp8booster.reading import parse_line, parse_record, read_text
 KIND = "scales"
 FILE = "scales.jsonl"
 
-_REMEDY = "put it right, or move the file away: what is recorded begins anew then"
+_REMEDY = "put it right, or move the file away: recording then begins a new one"
 
 
 class Sink(Protocol):

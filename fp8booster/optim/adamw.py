@@ -77,18 +77,17 @@ class AdamW(Optimizer):
             (`kernels.group_codes`); or "32-bit".
 
     Raises:
-        ValueError: a rate, beta, eps or decay outside its range, a parameter whose values lie apart, less than one
+        ValueError: a rate, beta, eps or decay outside its range, a parameter that is not contiguous, less than one
             micro-batch, more than one without `update_in_backward`, or `gradient_accumulation` without more than one.
         TypeError: an argument of another type, a parameter of another dtype, one that is sharded as a DTensor, or with
             `update_in_backward` the flat one of FullyShardedDataParallel.
     """
 
     num_fp32_shards_per_param = 3
-    """Weight, gradient, and both moments in less than a third: what Gemini counts when it looks whether masters fit on
-    the GPU."""
+    """Weight, gradient, and both moments in less than a third; Gemini decides by it whether masters fit on the GPU."""
 
     amaxes: Mapping[torch.nn.Parameter, torch.Tensor] = MappingProxyType({})
-    """Of each parameter that the last step updated, the largest magnitude of its new values: float32 []."""
+    """The largest magnitude of each parameter that the last step updated: float32 []."""
 
     state: States
 
@@ -101,7 +100,7 @@ class AdamW(Optimizer):
     """Under an engine, the model's parameter of each tensor that is updated in its place."""
 
     gradient_sums: dict[torch.nn.Parameter, tuple[int, GradientSum]]
-    """Of each parameter that waits for further micro-batches, how many gradients were added up, and their sum."""
+    """The number and the sum of gradients of each parameter that waits for further micro-batches."""
 
     def __init__(
         self,
@@ -151,14 +150,14 @@ class AdamW(Optimizer):
         *,
         integer_steps: bool = False,
     ) -> None:
-        """Train what an engine has put in the place of the parameters, and show it states in FP32.
+        """Train the tensors that an engine has put in the place of the parameters, and show it states in FP32.
 
         An engine that updates in backward calls `update_shards` with gradients that it has reduced.
 
         Args:
-            places: for each tensor of `param_groups`, the number of its parameter, and of the part of it that it is.
-                Chance differs between parts, and must not between the ranks' copies of one.
-            parameters: the model's parameter of each that is none itself, for those who record moments.
+            places: for each tensor of `param_groups`, the number of its parameter, and of its part of that. They seed
+                stochastic rounding, which differs between parts, and must not between the ranks' copies of one.
+            parameters: the model's parameter of each tensor that is a part of one, for records of moments.
             integer_steps: show `step` as an int, not as a tensor.
         """
         for hook in self._hooks:  # before ranks have reduced a gradient
@@ -190,7 +189,7 @@ class AdamW(Optimizer):
             if parameter.dtype not in (torch.bfloat16, torch.float32):
                 raise TypeError(f"a parameter is {parameter.dtype}; give BF16 or FP32 ones")
             if not parameter.is_contiguous():
-                raise ValueError("a parameter's values lie apart in memory; give contiguous parameters")
+                raise ValueError("a parameter is not contiguous; give contiguous parameters")
             if self.updates_in_backward and getattr(parameter, "_is_flat_param", False):
                 raise TypeError(
                     "a parameter is FullyShardedDataParallel's flat one, whose gradient ranks reduce when backward has "
@@ -230,7 +229,7 @@ class AdamW(Optimizer):
         if any(parameter.grad is not None for parameter in self._taken):
             raise RuntimeError(
                 "a parameter got a gradient after backward had taken that of this rank, as DistributedDataParallel "
-                "gives it, and ranks are no longer alike; leave update_in_backward out, or take LowLevelZeroPlugin"
+                "gives it, and the ranks' weights diverge; leave update_in_backward out, or take LowLevelZeroPlugin"
             )
         self._taken.clear()
         self.amaxes = amaxes = {}

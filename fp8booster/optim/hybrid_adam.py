@@ -47,10 +47,10 @@ class HybridAdam(Optimizer):
     """
 
     num_fp32_shards_per_param = 4
-    """Weight, gradient and two moments: what Gemini counts when it looks whether masters fit on the GPU."""
+    """Weight, gradient and two moments; Gemini decides by it whether masters fit on the GPU."""
 
     amaxes: Mapping[torch.nn.Parameter, torch.Tensor] = MappingProxyType({})
-    """Of each parameter that the last step updated in one pass, the largest magnitude of its new values: float32 []."""
+    """The largest magnitude of each parameter that the last step updated in one pass: float32 []."""
 
     def __init__(
         self,

@@ -106,7 +106,7 @@ def test_updates_in_backward_are_refused_under_ddp_which_reduces_gradients_later
     network = nn.parallel.DistributedDataParallel(model(torch.float32))
     optimizer = AdamW(network.parameters(), update_in_backward=True)
     network(torch.ones(1, 64)).sum().backward()
-    with pytest.raises(RuntimeError, match="ranks are no longer alike; leave update_in_backward out"):
+    with pytest.raises(RuntimeError, match="the ranks' weights diverge; leave update_in_backward out"):
         optimizer.step()
 
 
