@@ -1,6 +1,6 @@
 """The casts of a layer's operands pass through one `Casts`, which holds what the scaling strategy keeps for them.
 
-Not the transpose of an input that backward makes again by the scale of forward, in one pass (`linear.recompute`).
+Not the transpose of an input that backward makes again by the scale of forward, in one pass (`linear.functional`).
 """
 
 from __future__ import annotations
