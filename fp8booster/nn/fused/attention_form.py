@@ -159,8 +159,9 @@ def _watched_form(trial: _Trial, native: type[nn.Module], fused: type[nn.Module]
             return None
     # what both read, the fused forward reads as it is at each call
     by_native, by_fused = reads
-    hangs_on = _plain_attributes(attention, by_native.own ^ by_fused.own, by_native.of_config ^ by_fused.of_config)
-    return form._replace(hangs_on=hangs_on)
+    # but a limit, which eager attention is given and leaves to its mask
+    own = by_native.own ^ by_fused.own | set(_LIMITS)
+    return form._replace(hangs_on=_plain_attributes(attention, own, by_native.of_config ^ by_fused.of_config))
 
 
 class _Read:

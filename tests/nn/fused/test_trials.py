@@ -18,6 +18,7 @@ from fp8booster import fuse
 from fp8booster.kernels import activation as kernel
 from fp8booster.nn.fused import trials
 from fp8booster.nn.fused.activations import activation_kind
+from fp8booster.nn.fused.attention_form import Form, is_of_form
 from fp8booster.nn.fused.families import PARTS
 from fp8booster.nn.fused.trials import gates_by_activation, is_gated, norm_of
 from tests.nn.fused.models import build
@@ -300,3 +301,15 @@ def test_a_gate_of_experts_is_one_of_their_activation() -> None:
 
     assert gates_by_activation(Experts)
     assert not any(map(gates_by_activation, (Clamped, Fixed, Interleaved, Own, nn.Module)))
+
+
+@pytest.mark.parametrize("place", ["of itself", "of its configuration"])
+def test_a_form_hangs_on_attributes_of_an_attention_and_of_its_configuration(place: str) -> None:
+    attention = build("llama", torch.float32).model.layers[0].self_attn
+    holder, known = attention if place == "of itself" else attention.config, {"noted": 1}
+    form = Form(hangs_on=(known, {}) if holder is attention else ({}, known))
+    assert not is_of_form(attention, form)
+    holder.noted = 1
+    assert is_of_form(attention, form)
+    holder.noted = 2
+    assert not is_of_form(attention, form)
