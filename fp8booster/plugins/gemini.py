@@ -100,7 +100,7 @@ class GeminiPlugin(FP8Plugin, plugin.GeminiPlugin):
         from fp8booster.colossal.tensor import compress_groups, convert_sharded_to_fp8, fuse_sharded
 
         if self.sends_fp8:
-            compress_groups(self.tp_group)
+            compress_groups(self.tp_group, encoding=self.encoding)
         if self.enable_sequence_parallelism:
             # Colossal-AI names no group, and then shardformer finds that there is none
             self.shard_config.sequence_parallel_process_group = self.tp_group

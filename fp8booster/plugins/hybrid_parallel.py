@@ -49,7 +49,7 @@ class HybridParallelPlugin(FP8Plugin, plugin.HybridParallelPlugin):
         super().__init__(*args, fp8_config=fp8_config, **kwargs)
         if self.sends_fp8:
             self.shard_config.fp8_communication = True  # shardformer calls Colossal-AI's FP8 collectives then
-            compress_groups(self.tp_group, self.sp_group)  # and these groups go by ours
+            compress_groups(self.tp_group, self.sp_group, encoding=self.encoding)  # and these groups go by ours
             compress_pipeline(self, self.encoding)
 
     def require_support(self, arguments: Mapping[str, Any]) -> None:

@@ -18,6 +18,8 @@ from tests.distributed import ranks
 from tests.plugins.test_scaling import plugin_of
 from tests.plugins.training import boost, train
 
+MODES = ("DP2", "DP2 ZeRO 1", "PP2 1f1b", "TP2", "TP2 split_gather", "SP2 all_to_all", "SP2 ring_attn")
+
 MESSAGES = FP8Config(messages=Encoding(block_size=128), emulate=True)
 
 
@@ -39,7 +41,7 @@ def _train_experts() -> None:
 
 RUNS: dict[str, Callable[[], Any]] = {
     **{name: lambda name=name: _train(name) for name in ("low_level_zero", "gemini", "ddp", "fsdp")},
-    **{mode: lambda mode=mode: _train_hybrid(mode) for mode in ("DP2", "DP2 ZeRO 1", "PP2 1f1b")},
+    **{mode: lambda mode=mode: _train_hybrid(mode) for mode in MODES},
     "EP2 ZeRO 1": _train_experts,
 }
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from fp8booster.colossal.compat.registry import Replacements, arguments_of, by_name, patch, refuse, wrap
-from fp8booster.colossal.compressed_groups import is_compressed
+from fp8booster.colossal.compressed_groups import encoding_of
 
 _ATTENTION = "shardformer.layer.attn"
 _RING = 'sequence_parallelism_mode="ring_attn"'
@@ -131,7 +131,7 @@ def rings_run_on_pytorch(module: ModuleType, replacements: Replacements) -> None
     no_flash_attn = _no_flash_attn()
 
     def attention(upstream: Callable, q: Any, k: Any, v: Any, sp_axis: int, *args: Any, **kwargs: Any) -> Any:
-        if no_flash_attn or is_compressed(kwargs["pg_mesh"].get_group_along_axis(sp_axis)):
+        if no_flash_attn or encoding_of(kwargs["pg_mesh"].get_group_along_axis(sp_axis)) is not None:
             from fp8booster.colossal.tensor.attention import attend_in_ring  # it imports the module that is patched
 
             upstream = attend_in_ring

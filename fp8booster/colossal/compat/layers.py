@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 
 from fp8booster.colossal.compat.registry import Kind, Replacements, arguments_of, patch, wrap
-from fp8booster.colossal.compressed_groups import is_compressed
+from fp8booster.colossal.compressed_groups import encoding_of
 
 
 def _over_compressed_group(arguments: dict[str, Any]) -> bool:
-    return is_compressed(arguments.get("group") or arguments.get("process_group"))
+    return encoding_of(arguments.get("group") or arguments.get("process_group")) is not None
 
 
 def _send_fp8(upstream: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -26,7 +26,7 @@ from colossalai.shardformer.shard import ShardConfig
 from torch import nn
 
 from fp8booster import comm
-from fp8booster.colossal.compressed_groups import is_compressed
+from fp8booster.colossal.compressed_groups import encoding_of
 from fp8booster.colossal.tensor.layers import FP8PaddingLMHead
 from fp8booster.colossal.tensor.loss import use_sharded_loss
 from fp8booster.nn.fused import fuse
@@ -131,8 +131,11 @@ def _to_sequence(values: torch.Tensor, heads: tuple[int, ...], group: dist.Proce
 def _exchanged(message: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Send each rank its part of the first dimension."""
     arrived = torch.empty_like(message)
-    exchange = comm.all_to_all_single if is_compressed(group) else dist.all_to_all_single
-    exchange(arrived, message, group=group)
+    encoding = encoding_of(group)
+    if encoding is None:
+        dist.all_to_all_single(arrived, message, group=group)
+    else:
+        comm.all_to_all_single(arrived, message, group=group, encoding=encoding)
     return arrived
 
 
@@ -177,9 +180,7 @@ def attend_in_ring(
     # a number of tokens is known without waiting for the GPU, their lengths are not
     if attention_mask_type == AttnMaskType.PADDED_CAUSAL and valid_indices.numel() < q.shape[0] * q.shape[2]:
         lengths = cu_seqlens.diff().tolist()
-    output, lse = ring_attention(
-        q, k, v, group, lengths=lengths, scale=softmax_scale, communication=is_compressed(group)
-    )
+    output, lse = ring_attention(q, k, v, group, lengths=lengths, scale=softmax_scale, encoding=encoding_of(group))
     return (output, lse.transpose(1, 2).flatten(0, 1)) if return_softmax else output
 
 
@@ -239,7 +240,7 @@ class RingedAttention(FlashAttention):
     ) -> torch.Tensor:
         # as shardformer's; in compressed groups, whose ring is ours, heads that queries share are sent once
         config = self.fp8_sharding()
-        if not is_compressed(config.sequence_parallel_process_group):
+        if encoding_of(config.sequence_parallel_process_group) is None:
             key, value = self.repeated(key, value)
         return RingAttention.attention(
             query,
@@ -255,8 +256,8 @@ class RingedAttention(FlashAttention):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: Sequences
     ) -> torch.Tensor:
         group = self.fp8_sharding().sequence_parallel_process_group
-        communication = is_compressed(group)
-        return ring_attention(query, key, value, group, boundaries=sequences.on_host, communication=communication)[0]
+        encoding = encoding_of(group)
+        return ring_attention(query, key, value, group, boundaries=sequences.on_host, encoding=encoding)[0]
 
 
 _MIXINS = {"all_to_all": AllToAllAttention, "ring_attn": RingedAttention}

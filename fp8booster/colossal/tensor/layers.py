@@ -33,7 +33,9 @@ from colossalai.shardformer.layer.qkv_fused_linear import (
 from colossalai.shardformer.layer.utils import is_share_sp_tp
 from torch import nn
 
+from fp8booster.colossal.compressed_groups import encoding_of
 from fp8booster.colossal.pipeline import defer_weight_gradient
+from fp8booster.comm.encoding import DEFAULT
 from fp8booster.config import FP8Config
 from fp8booster.nn import FP8Layer
 from fp8booster.nn.convert import KINDS, Kinds, convert_to_fp8
@@ -59,10 +61,11 @@ class _ShardedLayer(FP8Layer):
         """Return the exchange of the layer's group: in Colossal-AI with `seq_parallel_mode` and without."""
         if dist.get_world_size(self.process_group) == 1:
             return None
+        encoding = (encoding_of(self.process_group) or DEFAULT) if self.fp8_communication else None
         if is_share_sp_tp(self.seq_parallel_mode):
             dimension = getattr(self, "seq_parallel_dim", 1)
-            return self.along_sequence(self.process_group, dimension, communication=self.fp8_communication)
-        return self.alone(self.process_group, communication=self.fp8_communication)
+            return self.along_sequence(self.process_group, dimension, encoding=encoding)
+        return self.alone(self.process_group, encoding=encoding)
 
     def fp8_defer(self) -> Defer | None:
         """Return what the passes for weights of the zero-bubble schedule work off; None under others."""

@@ -19,6 +19,7 @@ from colossalai.shardformer.layer import _operation
 from torch.nn import functional as F
 
 from fp8booster import comm
+from fp8booster.colossal.compressed_groups import encoding_of
 from fp8booster.comm.observer import observer
 from fp8booster.comm.threshold import minimum_bytes
 from fp8booster.nn.linear.functional import once_differentiable
@@ -30,9 +31,9 @@ def all_reduce_fp8(
     tensor: torch.Tensor, group: Group, op: Any = dist.ReduceOp.SUM, async_op: bool = False, **_: Any
 ) -> Any:
     if tensor.is_contiguous():
-        return comm.all_reduce(tensor, op, group, async_op)
+        return comm.all_reduce(tensor, op, group, async_op, encoding=encoding_of(group))
     values = tensor.contiguous()
-    comm.all_reduce(values, op, group)
+    comm.all_reduce(values, op, group, encoding=encoding_of(group))
     tensor.copy_(values)
     return None
 
@@ -40,13 +41,14 @@ def all_reduce_fp8(
 def reduce_scatter_fp8(
     output: torch.Tensor, input_list: list[torch.Tensor], group: Group, async_op: bool = False, **_: Any
 ) -> Any:
-    return comm.reduce_scatter(output, list(input_list), group=group, async_op=async_op)
+    encoding = encoding_of(group)
+    return comm.reduce_scatter(output, list(input_list), group=group, async_op=async_op, encoding=encoding)
 
 
 def all_gather_fp8(
     output_list: list[torch.Tensor], input_: torch.Tensor, group: Group, async_op: bool = False, **_: Any
 ) -> Any:
-    return comm.all_gather(output_list, input_.contiguous(), group, async_op)
+    return comm.all_gather(output_list, input_.contiguous(), group, async_op, encoding=encoding_of(group))
 
 
 def all_to_all_fp8(
@@ -56,7 +58,7 @@ def all_to_all_fp8(
     # the smallest payload to compress is agreed on where all ranks have equal ones, as shardformer's do
     is_even = len({tensor.numel() for tensor in (*inputs, *output_list)}) == 1
     least = minimum_bytes(inputs[0].device, group) if is_even else None
-    return comm.all_to_all(output_list, inputs, group, async_op, min_bytes=least)
+    return comm.all_to_all(output_list, inputs, group, async_op, encoding=encoding_of(group), min_bytes=least)
 
 
 def all_to_all_single_fp8(
@@ -68,7 +70,8 @@ def all_to_all_single_fp8(
     async_op: bool = False,
     **_: Any,
 ) -> Any:
-    return comm.all_to_all_single(output, input.contiguous(), output_split_sizes, input_split_sizes, group, async_op)
+    sizes = output_split_sizes, input_split_sizes
+    return comm.all_to_all_single(output, input.contiguous(), *sizes, group, async_op, encoding=encoding_of(group))
 
 
 class _GatherFeatures(torch.autograd.Function):

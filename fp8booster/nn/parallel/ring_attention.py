@@ -22,12 +22,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8booster import comm
-from fp8booster.comm.encoding import DEFAULT
+from fp8booster.comm.encoding import DEFAULT, Encoding
 from fp8booster.comm.observer import observer
 from fp8booster.comm.threshold import uncompressed_reason
 from fp8booster.comm.transport import new_message
 from fp8booster.nn.linear.functional import once_differentiable
-from fp8booster.nn.parallel.tensor_parallel import min_bytes
+from fp8booster.nn.parallel.tensor_parallel import options_of
 
 KEYS_AND_VALUES = "ring attention keys and values"
 """The row of `fp8booster.comm.statistics`; gradients of keys and values are in its row "send"."""
@@ -42,7 +42,7 @@ def ring_attention(
     lengths: Sequence[int] | None = None,
     boundaries: Sequence[int] | None = None,
     scale: float | None = None,
-    communication: bool = True,
+    encoding: Encoding | None = DEFAULT,
 ) -> tuple[Tensor, Tensor]:
     """Attend causally from this rank's queries to the whole sequence.
 
@@ -54,7 +54,7 @@ def ring_attention(
         boundaries: where sequences begin and end, of which each attends to itself alone: 0, where the second begins,
             ..., the number of tokens, over all ranks and all rows, one behind the other. None: each row is one.
         scale: of the scores; None is D**-0.5.
-        communication: send FP8; else the dtype of k, counted as uncompressed.
+        encoding: of keys and values; None sends the dtype of k, counted as uncompressed.
 
     Returns:
         (output [B, H, S, D], log-sum-exp of the scores [B, H, S], float32); zeros for padding.
@@ -74,7 +74,7 @@ def ring_attention(
         lengths = None
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     packed = None if boundaries is None else _by_row(boundaries, q.shape[2] * dist.get_world_size(group))
-    ring = _Ring(group, communication, packed)
+    ring = _Ring(group, encoding, packed)
     return _RingAttention.apply(q, k, v, ring, None if lengths is None else tuple(lengths), scale)
 
 
@@ -96,9 +96,10 @@ class _Ring:
     """The ranks of a group, each with a neighbour; `packed` has the sequences of each row, where rows hold several."""
 
     def __init__(
-        self, group: dist.ProcessGroup, communication: bool, packed: list[list[tuple[int, int]]] | None = None
+        self, group: dist.ProcessGroup, encoding: Encoding | None, packed: list[list[tuple[int, int]]] | None = None
     ) -> None:
-        self.group, self.min_bytes = group, min_bytes(communication)
+        self.group, self.options = group, options_of(encoding)
+        self.encoding = encoding or DEFAULT
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.packed = packed
 
@@ -109,12 +110,12 @@ class _Ring:
     def rotate(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield each rank, from this one backwards, and its keys and values [2, B, H, S, D], the next on their way."""
         pair = torch.stack((k, v))
-        reason = uncompressed_reason(pair, pair.nbytes, self.group, self.min_bytes)
-        layout = DEFAULT.even(pair.numel())
+        reason = uncompressed_reason(pair, pair.nbytes, self.group, self.options.get("min_bytes"))
+        layout = self.encoding.even(pair.numel())
         message = pair
         if not reason:
             message = new_message(pair, layout.bytes)
-            DEFAULT.encode(pair.view(-1), message, layout)
+            self.encoding.encode(pair.view(-1), message, layout)
         for step in range(self.ranks):
             if step < self.ranks - 1:
                 if reason:
@@ -139,7 +140,7 @@ class _Ring:
                     pair = arriving
                 else:
                     pair = torch.empty_like(pair)
-                    DEFAULT.decode(message, pair.view(-1), layout)
+                    self.encoding.decode(message, pair.view(-1), layout)
 
     def blocks(
         self, source: int, shape: torch.Size, lengths: tuple[int, ...] | None
@@ -251,8 +252,8 @@ def _deliver(
     arriving = gradients.new_empty((*own.shape[:3], tokens, own.shape[4]))
     works = comm.batch_isend_irecv(
         [
-            comm.P2POp(comm.isend, gradients, ring.peer(-distance), ring.group, min_bytes=ring.min_bytes),
-            comm.P2POp(comm.irecv, arriving, ring.peer(distance), ring.group, min_bytes=ring.min_bytes),
+            comm.P2POp(comm.isend, gradients, ring.peer(-distance), ring.group, **ring.options),
+            comm.P2POp(comm.irecv, arriving, ring.peer(distance), ring.group, **ring.options),
         ]
     )
     return works, arriving, tokens

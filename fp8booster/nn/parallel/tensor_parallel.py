@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8booster import comm
+from fp8booster.comm.encoding import DEFAULT, Encoding, Options
 from fp8booster.comm.observer import observer
 from fp8booster.comm.transport import gather_bytes
 from fp8booster.kernels.scales import amax_of
@@ -49,9 +50,10 @@ _ROWS = {INPUT: INPUT_GATHER, OUTPUT_GRADIENT: GRADIENT_GATHER}
 _GATHER = "all_gather_into_tensor"
 
 
-def min_bytes(communication: bool) -> int | None:
-    """Return the collectives' own least size, or one above any payload: all is sent uncompressed, and counted so."""
-    return None if communication else 2**62
+def options_of(encoding: Encoding | None) -> Options:
+    """Return the options of collectives that send by an encoding, or uncompressed, which they count."""
+    # above any payload
+    return {"encoding": encoding} if encoding is not None else {"min_bytes": 2**62}
 
 
 class _Parallel(Exchange):
@@ -60,13 +62,13 @@ class _Parallel(Exchange):
     Args:
         group: the ranks that hold the weight.
         dimension: of the input, in which a sequence that is spread lies; not the last.
-        communication: send FP8; else the dtype of the tensors, counted as uncompressed.
+        encoding: of the values that are sent in FP8; None sends the dtype of the tensors, counted as uncompressed.
     """
 
-    def __init__(self, group: dist.ProcessGroup, dimension: int = 1, *, communication: bool = True) -> None:
-        self.group, self.dimension, self.communication = group, dimension, communication
+    def __init__(self, group: dist.ProcessGroup, dimension: int = 1, *, encoding: Encoding | None = DEFAULT) -> None:
+        self.group, self.dimension, self.encoding = group, dimension, encoding
         self.ranks = dist.get_world_size(group)
-        self.min_bytes = min_bytes(communication)
+        self.options = options_of(encoding)
 
 
 class ColumnParallel(_Parallel):
@@ -75,7 +77,7 @@ class ColumnParallel(_Parallel):
     def input_gradient(self, gradient: Tensor) -> Callable[[], Tensor]:
         """Begin to sum over ranks."""
         # wgrad runs meanwhile, and needs nothing of this
-        work = comm.all_reduce(gradient, group=self.group, async_op=True, min_bytes=self.min_bytes)
+        work = comm.all_reduce(gradient, group=self.group, async_op=True, **self.options)
         return partial(_waited_for, gradient, work)
 
 
@@ -85,7 +87,7 @@ class RowParallel(_Parallel):
     def output(self, output: Tensor) -> Tensor:
         """Sum over ranks."""
         output = unaliased(output)  # the sum takes its place
-        comm.all_reduce(output, group=self.group, min_bytes=self.min_bytes)
+        comm.all_reduce(output, group=self.group, **self.options)
         return output
 
 
@@ -104,7 +106,7 @@ class _SequenceParallel(_Parallel):
     def _gather(self, role: str, part: Tensor, casts: Casts, *, plain: bool, transposed: bool) -> QuantizedMatrix:
         """Gather a tensor of which each rank has a part of the sequence, in FP8, as a matrix of its last dimension."""
         matrix = part.detach().reshape(-1, part.shape[-1])
-        if casts.scaling.granularity != "tensorwise" or not self.communication:
+        if casts.scaling.granularity != "tensorwise" or self.encoding is None:
             # each layout of a matrix with finer scales is a cast of its own, which needs all of the matrix
             whole = self._gather_values(part)
             return casts.quantize(role, whole, plain=plain, transposed=transposed)
@@ -127,7 +129,7 @@ class _SequenceParallel(_Parallel):
     def _gather_values(self, part: Tensor) -> Tensor:
         part = part.detach().contiguous()
         gathered = part.new_empty((self.ranks, *part.shape))
-        comm.all_gather_into_tensor(gathered.view(-1), part.view(-1), self.group, min_bytes=self.min_bytes)
+        comm.all_gather_into_tensor(gathered.view(-1), part.view(-1), self.group, **self.options)
         sequence = self._sequence(part.dim())
         return gathered.movedim(0, sequence).flatten(sequence, sequence + 1)
 
@@ -143,7 +145,7 @@ class _SequenceParallel(_Parallel):
         parts = whole.unflatten(sequence, (self.ranks, length // self.ranks)).movedim(sequence, 0).contiguous()
         own = torch.empty_like(parts[0])
         work = comm.reduce_scatter_tensor(
-            own.view(-1), parts.view(-1), group=self.group, async_op=asynchronous, min_bytes=self.min_bytes
+            own.view(-1), parts.view(-1), group=self.group, async_op=asynchronous, **self.options
         )
         return partial(_waited_for, own, work)
 
@@ -157,10 +159,10 @@ def _waited_for(made: Tensor, work: dist.Work | None) -> Tensor:
 class SequenceColumn(_SequenceParallel):
     """The weight's output features are spread; each rank has a part of the input's sequence."""
 
-    def __init__(self, group: dist.ProcessGroup, dimension: int = 1, *, communication: bool = True) -> None:
-        super().__init__(group, dimension, communication=communication)
+    def __init__(self, group: dist.ProcessGroup, dimension: int = 1, *, encoding: Encoding | None = DEFAULT) -> None:
+        super().__init__(group, dimension, encoding=encoding)
         self.growth = self.ranks  # the products read the whole sequence
-        self.input_key = group, dimension, communication  # layers of one group share what they gather
+        self.input_key = group, dimension, encoding  # layers of one group share what they gather
 
     def shape(self, input_shape: torch.Size) -> tuple[int, ...]:
         """Return the shape of the gathered input."""

@@ -26,7 +26,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return v, torch.arange(BATCH * HEADS * TOKENS, dtype=torch.float32).view(BATCH, HEADS, TOKENS)
 
     monkeypatch.setattr(ring, "ring_attention", ring_attention)
-    monkeypatch.setattr(ring, "is_compressed", lambda group: group == "group of axis 2")
+    monkeypatch.setattr(ring, "encoding_of", lambda group: "FP8" if group == "group of axis 2" else None)
     return given
 
 
@@ -46,7 +46,7 @@ def test_group_scale_and_compression_are_those_of_the_call(seen, axis, scale) ->
     v, output = attention(axis=axis, softmax_scale=scale)
     assert output is v
     assert (seen["group"], seen["scale"], seen["lengths"]) == (f"group of axis {axis}", scale, None)
-    assert seen["communication"] is (axis == 2)
+    assert seen["encoding"] == ("FP8" if axis == 2 else None)
 
 
 def test_sums_come_back_by_token_and_head(seen) -> None:

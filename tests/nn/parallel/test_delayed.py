@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fp8booster import FP8Config
+from fp8booster.comm.encoding import DEFAULT
 from fp8booster.nn.parallel.tensor_parallel import SequenceColumn, SequenceRow
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.scaling import INPUT, OUTPUT_GRADIENT, Delayed
@@ -30,11 +31,11 @@ def test_ranks_that_gather_a_sequence_have_the_scales_of_one_process(communicati
         part = whole.chunk(2, 1)[dist.get_rank()].contiguous()
         for role in (INPUT, OUTPUT_GRADIENT):
             if role == INPUT:
-                found = SequenceColumn(dist.group.WORLD, communication=communication).input(
+                found = SequenceColumn(dist.group.WORLD, encoding=DEFAULT if communication else None).input(
                     part, of_rank, transposed=True
                 )
             else:
-                found = SequenceRow(dist.group.WORLD, communication=communication).output_gradient(
+                found = SequenceRow(dist.group.WORLD, encoding=DEFAULT if communication else None).output_gradient(
                     part, of_rank, **layouts
                 )
             expected = alone.quantize(role, whole, transposed=True)

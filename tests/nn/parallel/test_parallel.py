@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from fp8booster import FP8Config, comm, convert_to_fp8, fp8_linear
+from fp8booster.comm.encoding import DEFAULT
 from fp8booster.monitor.traffic import count_traffic
 from fp8booster.nn import FP8Layer
 from fp8booster.nn.linear.functional import Defer, linear_from_quantized
@@ -121,7 +122,7 @@ def test_column_parallel_layers_compute_what_one_layer_does() -> None:
     for config, wire, shape, transposed in cases():
         whole = Whole.of(shape)
         y, dx, dw, db = whole.expected(config, bias=True)
-        exchange = ColumnParallel(dist.group.WORLD, communication=wire)
+        exchange = ColumnParallel(dist.group.WORLD, encoding=DEFAULT if wire else None)
         found = run_layer(exchange, whole.x, part(whole.w, 0), part(whole.b, 0), part(whole.dy, -1), config, transposed)
         assert_near(part(y, -1), found[0], SUMS_DB)
         assert_near(dx, found[1], WIRE_DB if wire else SUMS_DB)
@@ -134,7 +135,7 @@ def test_row_parallel_layers_compute_what_one_layer_does() -> None:
     for config, wire, shape, transposed in cases():
         whole = Whole.of(shape)
         y, dx, dw = whole.expected(config, bias=False)
-        exchange = RowParallel(dist.group.WORLD, communication=wire)
+        exchange = RowParallel(dist.group.WORLD, encoding=DEFAULT if wire else None)
         found = run_layer(exchange, part(whole.x, -1), part(whole.w, 1), None, whole.dy, config, transposed)
         if config.finer_scales is not None:  # each rank's row has an amax of its own
             assert_near(y, found[0], 20)
@@ -169,7 +170,7 @@ def test_sequence_parallel_columns_compute_what_one_layer_does() -> None:
     for (config, wire, shape, transposed), sequence in itertools.product(cases(), (0, 1)):
         whole = Whole.of(shape, sequence)
         y, dx, dw, db = whole.expected(config, bias=True)
-        exchange = SequenceColumn(dist.group.WORLD, sequence, communication=wire)
+        exchange = SequenceColumn(dist.group.WORLD, sequence, encoding=DEFAULT if wire else None)
         x = part(whole.x, sequence)
         found = run_layer(exchange, x, part(whole.w, 0), part(whole.b, 0), part(whole.dy, -1), config, transposed)
         rounded_on_the_wire = wire and config.finer_scales is not None  # else x is what one process casts, bit for bit
@@ -186,7 +187,7 @@ def test_sequence_parallel_rows_compute_what_one_layer_does() -> None:
             continue
         whole = Whole.of(shape, sequence)
         y, dx, dw = whole.expected(config, bias=False)
-        exchange = SequenceRow(dist.group.WORLD, sequence, communication=wire)
+        exchange = SequenceRow(dist.group.WORLD, sequence, encoding=DEFAULT if wire else None)
         x, dy = part(whole.x, -1), part(whole.dy, sequence)
         found = run_layer(exchange, x, part(whole.w, 1), None, dy, config, transposed)
         assert_near(part(y, sequence), found[0], WIRE_DB if wire else SUMS_DB)
@@ -201,7 +202,7 @@ def test_what_is_gathered_has_the_bits_of_one_cast() -> None:
         x = torch.randn(*shape, features).bfloat16().movedim(1, sequence).contiguous()
         for dimension, transposed, wire in itertools.product((sequence, sequence - 3), (True, False), (True, False)):
             expected = Casts(config).quantize(INPUT, x, transposed=transposed)
-            exchange = SequenceColumn(dist.group.WORLD, dimension, communication=wire)
+            exchange = SequenceColumn(dist.group.WORLD, dimension, encoding=DEFAULT if wire else None)
             assert exchange.shape(part(x, sequence).shape) == x.shape
             assert exchange.growth == 2
             found = exchange.input(part(x, sequence), Casts(config), transposed=transposed)
@@ -219,7 +220,7 @@ def test_a_gathered_gradient_has_the_bits_of_one_cast_and_a_row_of_its_own() -> 
         comm.reset_statistics()
         expected = Casts(config).quantize(OUTPUT_GRADIENT, dy, **layouts)
         for wire in (True, False):
-            exchange = SequenceRow(dist.group.WORLD, communication=wire)
+            exchange = SequenceRow(dist.group.WORLD, encoding=DEFAULT if wire else None)
             found = exchange.output_gradient(part(dy, 1), Casts(config), **layouts)
             for one, other in zip(expected[:2], found[:2], strict=True):
                 assert one.dtype == other.dtype
@@ -236,7 +237,7 @@ def test_a_group_of_some_ranks_exchanges_with_no_others() -> None:
         whole = Whole.of((4, 16))
         expected = whole.expected(config, bias=False)
         for kind in (ColumnParallel, RowParallel, SequenceColumn, SequenceRow):
-            exchange = kind(alone, communication=wire)
+            exchange = kind(alone, encoding=DEFAULT if wire else None)
             found = run_layer(exchange, whole.x, whole.w, None, whole.dy, config)
             for one, other in zip(expected, found, strict=True):
                 assert_near(one, other, SUMS_DB)
@@ -244,7 +245,7 @@ def test_a_group_of_some_ranks_exchanges_with_no_others() -> None:
 
 OTHER_GATHERS: dict[str, Callable[[], SequenceColumn]] = {
     "dimension": lambda: SequenceColumn(dist.group.WORLD, 0),
-    "communication": lambda: SequenceColumn(dist.group.WORLD, communication=False),
+    "communication": lambda: SequenceColumn(dist.group.WORLD, encoding=None),
     "group": lambda: SequenceColumn(dist.new_subgroups(1)[0]),
 }
 

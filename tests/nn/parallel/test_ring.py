@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from fp8booster import comm
+from fp8booster.comm.encoding import DEFAULT
 from fp8booster.monitor.traffic import count_traffic
 from fp8booster.nn.parallel import ring_attention as ring_module
 from fp8booster.nn.parallel.ring_attention import KEYS_AND_VALUES, ring_attention
@@ -56,7 +57,7 @@ def found(
     """This rank's output and gradients, and the log-sum-exp of its scores."""
     *leaves, dy = (chunks(tensor, LENGTH, group) for tensor in whole)
     leaves = [leaf.requires_grad_() for leaf in leaves]
-    y, lse = ring_attention(*leaves, group or dist.group.WORLD, communication=communication, **options)
+    y, lse = ring_attention(*leaves, group or dist.group.WORLD, encoding=DEFAULT if communication else None, **options)
     assert not lse.requires_grad
     assert lse.dtype is torch.float32
     return [y.detach(), *torch.autograd.grad(y, leaves, dy), lse]
@@ -156,7 +157,7 @@ def test_padded_sequences_attend_to_themselves_alone() -> None:
         inputs.append(torch.cat([F.pad(row, (0, 0, 0, share[0] - row.shape[2])) for row in rows]))
     *leaves, dy = inputs
     leaves = [leaf.requires_grad_() for leaf in leaves]
-    y, lse = ring_attention(*leaves, dist.group.WORLD, lengths=share, scale=0.5, communication=False)
+    y, lse = ring_attention(*leaves, dist.group.WORLD, lengths=share, scale=0.5, encoding=None)
     results = [y.detach(), *torch.autograd.grad(y, leaves, dy), lse.unsqueeze(3)]
     for row, length in enumerate(lengths):
         of_row = [tensor[row : row + 1, :, :length] for tensor in whole]
@@ -181,7 +182,7 @@ def test_a_sequence_without_a_token_is_left_out() -> None:
     whole = [tensor[:, :, : LENGTH // 2] for tensor in tensors()]
     *leaves, dy = (chunks(tensor, LENGTH // 2) for tensor in whole)
     leaves = [leaf.requires_grad_() for leaf in leaves]
-    y, lse = ring_attention(*leaves, dist.group.WORLD, lengths=[LENGTH // 4, 0], communication=False)
+    y, lse = ring_attention(*leaves, dist.group.WORLD, lengths=[LENGTH // 4, 0], encoding=None)
     references = expected(*(tensor[:1] for tensor in whole))
     for reference, result in zip(references, [y.detach(), *torch.autograd.grad(y, leaves, dy)], strict=True):
         torch.testing.assert_close(result[:1], chunks(reference, LENGTH // 2), rtol=1e-4, atol=1e-5)
@@ -206,7 +207,7 @@ def test_packed_sequences_attend_to_themselves_alone(lengths: tuple[int, ...]) -
     *leaves, dy = (chunks(tensor, LENGTH) for tensor in whole)
     for communication in (False, True):
         leaves = [leaf.detach().requires_grad_() for leaf in leaves]
-        options = {"boundaries": boundaries, "scale": 0.5, "communication": communication}
+        options = {"boundaries": boundaries, "scale": 0.5, "encoding": DEFAULT if communication else None}
         y, lse = ring_attention(*leaves, dist.group.WORLD, **options)
         assert lse.isfinite().all()
         results = [y.detach(), *torch.autograd.grad(y, leaves, dy), lse.unsqueeze(3)]
