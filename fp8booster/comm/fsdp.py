@@ -31,7 +31,7 @@ from fp8booster.comm.threshold import Op
 
 @dataclass(frozen=True, kw_only=True)
 class FlatFSDPState:
-    """What FSDP1 hands to `flat_fsdp_hook`."""
+    """Settings that FSDP1 hands to `flat_fsdp_hook`."""
 
     group: dist.ProcessGroup | None
     """The ranks that a gradient is spread over, or averaged over where it is not sharded; None is all."""

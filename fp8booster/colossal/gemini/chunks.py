@@ -60,7 +60,7 @@ class ReducedChunk(Chunk):
     """Of the gradients."""
 
     why_in_16_bits: str
-    """Why its values are gathered in 16 bits."""
+    """The reason why its values are gathered in 16 bits."""
 
     tensor_parallel: bool = False
     """Its parameters are sharded over the ranks of tensor parallelism."""
@@ -119,7 +119,7 @@ class ReducedChunk(Chunk):
         self.l2_norm = torch.linalg.vector_norm(own[:end], dtype=torch.float32).square()
 
     def init_grad_chunk(self) -> Chunk:
-        """The memory for gradients beside the weights, gathered and empty."""
+        """Make the memory for gradients beside the weights, gathered and empty."""
         is_first = self.grad_chunk is None
         gradients = super().init_grad_chunk()
         if is_first:
@@ -199,7 +199,7 @@ class FP8Chunk(ReducedChunk):
         self.matrices.update(zip(weights, group.parts, strict=True))
 
     def own_values(self) -> torch.Tensor:
-        """The bytes that this rank casts: its shard, or all where the chunk is kept gathered."""
+        """Return the bytes that this rank casts: its shard, or all where the chunk is kept gathered."""
         if self.keep_gathered:
             return self.cuda_global_chunk
         return self.cpu_shard if self.cuda_shard is None else self.cuda_shard
@@ -258,10 +258,10 @@ class FP8Chunk(ReducedChunk):
             parameter.data = self._nothing.expand(parameter.shape)
 
     def optim_update(self) -> None:
-        """Nothing: `Masters.publish` casts the weights of all chunks at once."""
+        """Do nothing: `Masters.publish` casts the weights of all chunks at once."""
 
     def init_grad_chunk(self) -> Chunk:
-        """The 16-bit memory for gradients, gathered and empty."""
+        """Make the 16-bit memory for gradients, gathered and empty."""
         with temporarily(self, dtype=self.gradient_dtype):
             return super().init_grad_chunk()
 
@@ -323,7 +323,7 @@ class ChunkWeight(ReshardedWeight):
         return super().forward(weights, casts, transpose=transpose)
 
     def backward(self, weights: Sequence[torch.Tensor], casts: Casts) -> BackwardWeight:
-        """The transpose of the weights as they are gathered then, which must be those that the forward read."""
+        """Return a getter of the transpose as it is gathered then, which must be of the weights that forward read."""
         changes, gathered = self._chunk.changes, super().backward(weights, casts)
 
         def backward_weight() -> tuple[torch.Tensor, torch.Tensor]:
@@ -338,7 +338,7 @@ class ChunkWeight(ReshardedWeight):
         return backward_weight
 
     def forget(self) -> None:
-        """Nothing: the chunk holds all that there is of the weights."""
+        """Do nothing: the chunk holds all that there is of the weights."""
 
     def __reduce__(self) -> tuple:
         return ReshardedWeight, (self.is_transposed,)

@@ -1,4 +1,4 @@
-"""Which parameters share chunks, and the chunk manager that keeps them apart.
+"""The chunk manager that lets only parameters of one kind share chunks.
 
     weights     weights of FP8 layers that are sent in FP8: chunks of bytes
     resident    vectors: norms' weights and biases. Every layer reads some, and together they are small, so they stay
@@ -36,7 +36,7 @@ OTHERS = "others"
 
 
 class Group(NamedTuple):
-    """What parameters must have in common to share a chunk."""
+    """The properties that parameters of one chunk have in common."""
 
     kind: str
     tensor_parallel: bool
@@ -55,7 +55,7 @@ class Plan:
     def __init__(self, model: nn.Module, config: FP8Config, master_weights: bool) -> None:
         self.config = config
         self.reasons: dict[nn.Parameter, str] = {}
-        """Why the weight of an FP8 layer is gathered in 16 bits."""
+        """The reason why the weight of an FP8 layer is gathered in 16 bits."""
 
         self.layers: dict[nn.Parameter, FP8Layer] = {}
         """The layer of each weight that is gathered in FP8."""
@@ -97,7 +97,7 @@ class Plan:
         return OTHERS if parameter.dim() > 1 else RESIDENT
 
     def chunk_sizes(self, group: Group, size: int, multiple: int) -> list[int]:
-        """The sizes of a group's chunks, one after the other; what comes behind the list has the last one's.
+        """Return the sizes of a group's chunks, one after the other; what comes behind the list has the last one's.
 
         Chunks of FP8 weights end where weights that are multiplied as one would not fit any more, and are no larger
         than what they hold.
@@ -182,6 +182,14 @@ class GroupedChunkManager(ChunkManager):
     def _why_in_16_bits(self, chunk: ReducedChunk) -> str:
         reasons = {self._plan.reasons.get(parameter, NOT_FP8) for parameter in chunk.tensors_info}
         return ", ".join(sorted(reasons))
+
+    def takes_the_weights_place(self, chunk: ReducedChunk) -> bool:
+        """Tell whether a chunk's gradients are written over its weights."""
+        return self.reuse_fp16_chunk and not isinstance(chunk, FP8Chunk)
+
+    def gradient_chunk(self, chunk: ReducedChunk) -> ReducedChunk | None:
+        """Return the chunk that holds the gradients of a chunk of weights; None before the first."""
+        return chunk if self.takes_the_weights_place(chunk) else chunk.grad_chunk
 
     def drop_weight_gradients(self, chunks: list[FP8Chunk]) -> None:
         """Free the gradients of FP8 weights after a step."""

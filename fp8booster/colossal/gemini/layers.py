@@ -37,7 +37,7 @@ class ReadByProduct(list):
 
 
 def while_gathered(modules: Sequence[nn.Module], compute: Callable[[], Made]) -> Made:
-    """What `compute` makes of the parameters of some modules, which are gathered for it, and again for its backward.
+    """Run `compute` on the parameters of some modules, which are gathered for it, and again for its backward.
 
     Args:
         modules: whose own parameters `compute` reads.
@@ -61,7 +61,7 @@ def while_gathered(modules: Sequence[nn.Module], compute: Callable[[], Made]) ->
 
 
 def _with_its_amax(made: Made, returned: Made) -> Made:
-    """What the hooks return is another tensor object."""
+    # what the hooks return is another tensor object, which has not the amax that the next cast would look for
     before, after = (each if isinstance(each, tuple) else (each,) for each in (made, returned))
     for one, other in zip(before, after, strict=True):
         amax = None if one is None else delivered_amax(one)
@@ -81,11 +81,11 @@ class GatheredModule(nn.Module):
         return {"original_class": original, "head_class": original}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module computes."""
+        """Run the module with its parameters gathered."""
         return while_gathered([self], functools.partial(super().forward, *args, **kwargs))
 
     def fp8_merges_by(self) -> Hashable | None:
-        """As for the class that it was, whose product it leaves as it is."""
+        """Return the key of the class that it was, whose product it leaves as it is."""
         return FP8Linear if self.original_class is FP8Linear else super().fp8_merges_by()
 
 
@@ -96,7 +96,7 @@ class GatheredHead(GatheredModule, HeldHead):
     """A mixin before the class of a head whose loss is fused."""
 
     def while_whole(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """What `compute` makes of the head's parameters, gathered."""
+        """Run `compute` on the head's parameters, gathered."""
         return while_gathered([self], compute)
 
 

@@ -1,4 +1,10 @@
-"""Gemini's model wrapper with FP8 chunks."""
+"""Gemini's model wrapper with FP8 chunks.
+
+`FP8GeminiDDP._keep_gradient` stands in the place of `GeminiDDP.grad_handle` (zero/gemini/gemini_ddp.py:359), which
+takes one way for all chunks. Here the gradients of 16-bit weights take the weights' place where nothing accumulates, as
+there, and those of FP8 weights have memory of their own. Earlier micro-batches are added to after the reduction, so
+that a sum is not rounded again and again.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +18,22 @@ import torch
 import torch.distributed as dist
 from colossalai.accelerator import get_accelerator
 from colossalai.logging import DistributedLogger
+from colossalai.shardformer.layer.utils import SeqParallelUtils
 from colossalai.utils import is_ddp_ignored
 from colossalai.zero.gemini import GeminiDDP
-from colossalai.zero.gemini.chunk import Chunk
+from colossalai.zero.gemini.chunk import Chunk, TensorState
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from fp8booster.colossal.gemini.chunks import FP8Chunk
-from fp8booster.colossal.gemini.gradients import keep_gradient, no_gradient, sum_partial_gradients
+from fp8booster import comm
+from fp8booster.colossal.gemini.chunks import FP8Chunk, ReducedChunk, take_memory
 from fp8booster.colossal.gemini.groups import GroupedChunkManager, Plan
 from fp8booster.colossal.gemini.layers import FP8GeminiHook, gather_for_layers
 from fp8booster.colossal.gemini.masters import Masters, Part
 from fp8booster.colossal.temporarily import temporarily
 from fp8booster.comm import Encoding
 from fp8booster.config import FP8Config
+from fp8booster.reading import first_of
 
 
 class QuietLogger:
@@ -59,7 +67,7 @@ class GatheringGeminiDDP(GeminiDDP):
 
     def __init__(self, module: nn.Module, *, tp_group: dist.ProcessGroup | None, **arguments: Any) -> None:
         if tp_group is not None:
-            sum_partial_gradients(module, tp_group)
+            _sum_partial_gradients(module, tp_group)
         super().__init__(module, **arguments)
         self._logger = QuietLogger(self._logger)
         gather_for_layers(module)
@@ -72,7 +80,7 @@ class GatheringGeminiDDP(GeminiDDP):
                     parameter.grad = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward."""
+        """Run the module."""
         if not torch.is_inference_mode_enabled():
             return super().forward(*args, **kwargs)
         # chunks that are made in inference mode can never be changed again
@@ -106,9 +114,7 @@ class FP8GeminiDDP(GatheringGeminiDDP):
         for parameter in module.parameters():
             if parameter.requires_grad and not is_ddp_ignored(parameter):
                 parameter._grad_handle.remove()
-                parameter._grad_handle = parameter.register_hook(
-                    partial(keep_gradient, model=self, parameter=parameter)
-                )
+                parameter._grad_handle = parameter.register_hook(partial(self._keep_gradient, parameter))
 
     def _init_chunks(self, *args: Any, **kwargs: Any) -> None:
         ranks = dist.get_world_size(self.zero_group)
@@ -130,11 +136,11 @@ class FP8GeminiDDP(GatheringGeminiDDP):
         self.publish_masters()
 
     def publish_masters(self, known: Mapping[Part, torch.Tensor] | None = None) -> None:
-        """Cast all FP8 weights from their masters; every rank calls it. `known` as in `Masters.publish`."""
+        """Cast all FP8 weights from their masters; every rank calls it. `known` is as in `Masters.publish`."""
         self._masters.publish(known)
 
     def count_weights(self) -> tuple[int, int]:
-        """(weights that are sent in FP8, all trained parameters)."""
+        """Return (weights that are sent in FP8, all trained parameters)."""
         return sum(len(chunk.tensors_info) for chunk in self.fp8_chunks), len(self.fp16_params)
 
     def require_gradients(self) -> None:
@@ -146,14 +152,92 @@ class FP8GeminiDDP(GatheringGeminiDDP):
         self.trained_since_step.clear()
 
     def _raise_without(self, has_gradient: Callable[[nn.Parameter], bool]) -> None:
-        """Raise RuntimeError with the names of trained parameters that have no gradient, where there are some."""
+        """Raise RuntimeError with the names of trained parameters that have no gradient, where there are some.
+
+        Their chunks hold something else, or nothing.
+        """
         without = [
-            name
+            f"`{name}`"
             for parameter, name in self.param2name.items()
             if not (is_ddp_ignored(parameter) or has_gradient(parameter))
         ]
         if without:
-            raise no_gradient(without)
+            raise RuntimeError(
+                f"no gradient for {first_of(without)}: Gemini trains a layer in every step or not at all; call "
+                "requires_grad_(False) on layers that are not trained before booster.boost, or add 0 * output.sum() of "
+                "a layer to the loss of the steps that do not use it"
+            )
+
+    def _keep_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+        """Put a gradient into its chunk, and reduce the chunk if that was the last one missing.
+
+        Returns:
+            A gradient of the same shape without memory, for autograd.
+
+        Raises:
+            RuntimeError: something read the parameter past Gemini's hooks.
+        """
+        parameter._gemini_reduced = True
+        self.trained_since_step.add(parameter)
+        placeholder = torch.empty_like(gradient)
+        take_memory(placeholder)
+        with torch._C.DisableTorchFunction():
+            manager = self.chunk_manager
+            chunk = manager.get_chunk(parameter)
+            if chunk.tensors_info[parameter].state != TensorState.HOLD_AFTER_BWD:
+                raise RuntimeError(
+                    f"the gradient of `{self.param2name[parameter]}` came while its chunk was in use: an operator read "
+                    "the parameter where Gemini does not see it; read it by torch functions alone"
+                )
+            instead = manager.takes_the_weights_place(chunk)
+            target = chunk if instead else self._open(chunk)
+            if not instead:
+                chunk.set_state(parameter, TensorState.HOLD)
+            target.set_state(parameter, TensorState.READY_FOR_REDUCE)
+            target.copy_tensor_to_chunk_slice(parameter, gradient, update_ptr=instead)
+            if not target.can_reduce:
+                return placeholder
+            if not instead:
+                if chunk.keep_gathered:
+                    manager.fake_release_chunk(chunk)
+                else:
+                    manager.release_chunk(chunk)
+            stream = self.async_reduce_stream
+            if stream is not None:
+                stream.wait_stream(get_accelerator().current_stream())
+            with get_accelerator().stream(stream):
+                self._reduce(target, chunk, self.grads_device[parameter])
+        return placeholder
+
+    def _open(self, chunk: ReducedChunk) -> ReducedChunk:
+        """Return the chunk for the gradients of this backward, with what earlier micro-batches gave beside it."""
+        manager, target = self.chunk_manager, chunk.grad_chunk
+        if target is not None and target in manager.accessed_chunks:
+            return target
+        earlier = None
+        if manager.accumulating_grads and target is not None:
+            # what stays gathered is written to again, a shard is not
+            earlier = target.payload.clone() if target.is_gathered else target.payload
+        target = manager.init_grad_chunk(chunk)
+        target.earlier = earlier
+        return target
+
+    def _reduce(self, target: ReducedChunk, chunk: ReducedChunk, device: torch.device) -> None:
+        """Average the gradients over the ranks, look at them, and move them to where the optimizer steps."""
+        manager = self.chunk_manager
+        manager.reduce_chunk(target)
+        if self.mixed_precision is torch.float16:  # BF16 has no loss scale, so nothing reads it
+            manager.overflow_counter += target.has_inf_or_nan
+        if chunk.l2_norm_flag:
+            target.l2_norm = None
+            target.set_l2_norm()
+        manager.move_chunk(target, device, force_copy=True, async_move=self.enable_async_reduce)
+        # without FP8 the optimizer writes into the weights' chunk, or copies masters into it, where they lie
+        if target is not chunk and (self.offloads_weights or not isinstance(chunk, FP8Chunk)):
+            if chunk.cuda_shard is not None and chunk.cuda_shard.is_cuda:
+                # made on another stream, whose next shard must not overwrite it while it goes to the host
+                chunk.cuda_shard.record_stream(torch.cuda.current_stream(chunk.cuda_shard.device))
+            manager.move_chunk(chunk, device, force_copy=True, async_move=self.enable_async_reduce)
 
     def _post_backward(self) -> None:
         if self.chunk_manager.accessed_mem != 0:
@@ -167,7 +251,7 @@ class FP8GeminiDDP(GatheringGeminiDDP):
             super()._post_backward()
 
     def _masters_are_the_weights(self) -> AbstractContextManager[None]:
-        """Checkpoints read and write the masters, as Colossal-AI's do where gradients take the weights' place."""
+        """Let checkpoints read and write the masters, as Colossal-AI's do where gradients take the weights' place."""
         return temporarily(self.chunk_manager, reuse_fp16_chunk=self.master_weights)
 
     def _in_fp32(self) -> AbstractContextManager[None]:
@@ -187,7 +271,7 @@ class FP8GeminiDDP(GatheringGeminiDDP):
             super()._save_to_state_dict(*args, **kwargs)
 
     def state_dict_shard(self, *args: Any, **kwargs: Any) -> Iterator[tuple[dict, int]]:
-        """The weights in parts: the masters, in the dtypes of `_dtypes_in_checkpoints`."""
+        """Yield the weights in parts: the masters, in the dtypes of `_dtypes_in_checkpoints`."""
         with self._masters_are_the_weights():
             yield from super().state_dict_shard(*args, **kwargs)
 
@@ -195,3 +279,25 @@ class FP8GeminiDDP(GatheringGeminiDDP):
         with self._masters_are_the_weights(), self._in_fp32():
             super()._load_from_state_dict(*args, **kwargs)
         self.publish_masters()
+
+
+def _sum_partial_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Make each gradient whole that a rank of sequence parallelism finds from its part of the sequence alone.
+
+    Call it before the model is wrapped, so that what is summed is what reaches the chunk. Native Gemini lacks it: there
+    the ranks' norms drift apart.
+
+    Args:
+        model: sharded; shardformer has marked such parameters.
+        group: the ranks that share a sequence.
+    """
+
+    def add(gradient: torch.Tensor) -> torch.Tensor:
+        with torch._C.DisableTorchFunction():
+            whole = gradient.contiguous().clone()
+            comm.all_reduce(whole, dist.ReduceOp.SUM, group)
+            return whole
+
+    for parameter in model.parameters():
+        if parameter.requires_grad and SeqParallelUtils.is_sp_partial_derived_param(parameter):
+            parameter.register_hook(add)

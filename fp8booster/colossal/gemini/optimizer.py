@@ -12,7 +12,6 @@ from colossalai.accelerator import get_accelerator
 from colossalai.zero.gemini import GeminiOptimizer
 
 from fp8booster.colossal.boosted_optimizer import BoostedOptimizer
-from fp8booster.colossal.gemini.gradients import gradient_chunk
 from fp8booster.colossal.gemini.masters import Part
 from fp8booster.colossal.gemini.model import FP8GeminiDDP
 from fp8booster.optim.one_pass import OURS, has_hooks
@@ -40,7 +39,7 @@ class FP8GeminiOptimizer(BoostedOptimizer, GeminiOptimizer):
                 chunk = self.param_to_chunk16[shard]
                 begin, end = self.param_to_range[shard]
                 # first the gradient as the value, so that it may have another dtype than the value has
-                shard.data = gradient_chunk(chunk, self.chunk_manager).payload[begin:end]
+                shard.data = self.chunk_manager.gradient_chunk(chunk).payload[begin:end]
                 shard.grad = shard.data
                 updated = chunk.paired_chunk if self.module.master_weights else chunk
                 shard.data = updated.payload[begin:end]
@@ -63,7 +62,7 @@ class FP8GeminiOptimizer(BoostedOptimizer, GeminiOptimizer):
             chunk.optim_update()
 
     def _known_amaxes(self) -> dict[Part, torch.Tensor]:
-        """The amaxes that the optimizer found as it wrote the masters, once: a step that is skipped finds none."""
+        """Take the amaxes that the optimizer found as it wrote the masters: a step that is skipped finds none."""
         if type(self.optim) not in OURS:
             return {}
         device = get_accelerator().get_current_device()
@@ -76,29 +75,27 @@ class FP8GeminiOptimizer(BoostedOptimizer, GeminiOptimizer):
     def _maybe_move_fp32_params(self) -> None:
         super()._maybe_move_fp32_params()
         for chunk in self.chunk16_set:
-            gradients, masters = gradient_chunk(chunk, self.chunk_manager), chunk.paired_chunk
+            gradients, masters = self.chunk_manager.gradient_chunk(chunk), chunk.paired_chunk
             if gradients is not None and gradients.device_type == "cpu" != masters.device_type:
                 self.chunk_manager.move_chunk(gradients, get_accelerator().get_current_device())
 
     def _clear_global_norm(self) -> None:
         for chunk in self.chunk16_set:
-            gradients = gradient_chunk(chunk, self.chunk_manager)
+            gradients = self.chunk_manager.gradient_chunk(chunk)
             if gradients is not None:
                 gradients.l2_norm = None
 
     def _calc_global_norm(self) -> torch.Tensor:
-        """The norm over all ranks, each value counted once: Colossal-AI leaves out those of other tensor parallel
-        ranks.
+        """Return the norm over all ranks: float64 [], on the device.
 
-        Returns:
-            float64 [], on the device, as native computes with it on the host.
+        Each value is counted once; Colossal-AI leaves out those of other tensor parallel ranks.
         """
         zero = torch.zeros((), dtype=torch.float32, device=get_accelerator().get_current_device())
         kinds = list(itertools.product((False, True), repeat=2))
         """(sharded by ZeRO, sharded by tensor parallelism)"""
         found: dict[tuple[bool, bool], list[torch.Tensor]] = {kind: [zero] for kind in kinds}
         for chunk in self.chunk_manager.get_chunks(self.module.fp16_params):
-            gradients = gradient_chunk(chunk, self.chunk_manager)
+            gradients = self.chunk_manager.gradient_chunk(chunk)
             found[not chunk.keep_gathered, chunk.tensor_parallel].append(gradients.l2_norm)
             gradients.l2_norm = None
         squares = torch.stack([torch.stack(found[kind]).sum() for kind in kinds]).view(2, 2)
@@ -109,7 +106,7 @@ class FP8GeminiOptimizer(BoostedOptimizer, GeminiOptimizer):
         return (whole + sharded).double().sqrt()
 
     def _get_combined_scale(self) -> torch.Tensor | float:
-        """What gradients are divided by; Colossal-AI asks for it right before the optimizer's step."""
+        """Return the divisor of gradients; Colossal-AI asks for it right before the optimizer's step."""
         divisor = self._divisor()
         if self.before_update is not None:
             try:
@@ -142,7 +139,7 @@ class FP8GeminiOptimizer(BoostedOptimizer, GeminiOptimizer):
         self.chunk_manager.drop_weight_gradients(self.module.fp8_chunks)
 
     def _divisor(self) -> torch.Tensor | float:
-        """What undoes the loss scale and clips, as Colossal-AI finds it; -1: nothing is to be divided.
+        """Find the divisor that undoes the loss scale and clips; -1: nothing is to be divided.
 
         Where it depends on the norm it is a tensor, float32 [], which the host does not wait for.
         """

@@ -132,7 +132,7 @@ class WeightBatch:
 
 
 class _Plan(NamedTuple):
-    """What is sent after a step that updates certain weights."""
+    """The weights that are sent after a step that updates certain weights."""
 
     updated: list[GatheredWeight]
 

@@ -1,4 +1,4 @@
-"""Where ZeRO keeps this rank's parts of reduced gradients, which add up over micro-batches in 32, 16 or 8 bits."""
+"""ZeRO's store of this rank's parts of reduced gradients, which add up over micro-batches in 32, 16 or 8 bits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class AccumulatedGradients(GradientStore):
         store._working_index = 0  # in stage 1 too, a rank keeps the gradients of its own part alone
 
     def holds(self, group_id: int, param_id: int) -> bool:
-        """Whether there is a gradient of this parameter."""
+        """Tell whether there is a gradient of this parameter."""
         return bool(self._grads_of_params.get(group_id, {}).get(param_id))
 
     def add(self, gradient: torch.Tensor, group_id: int, param_id: int) -> GradientSum:
@@ -61,7 +61,7 @@ class AccumulatedGradients(GradientStore):
         return added(before, gradient, self.kind, param_id)
 
     def _decode(self, group_id: int, param_id: int) -> list[torch.Tensor]:
-        """What is held of a parameter's gradient, a tensor or nothing."""
+        """Decode a parameter's gradient; the list holds it, or is empty."""
         held = self._grads_of_params.get(group_id, {}).get(param_id, [])
         if held and isinstance(held[0], GroupCodes):
             self.grad_to_param_mapping.pop(id(held[0]), None)
@@ -70,7 +70,7 @@ class AccumulatedGradients(GradientStore):
         return held
 
     def gradient(self, group_id: int, param_id: int) -> torch.Tensor | None:
-        """This rank's part of a parameter's gradient, decoded; None: there is none."""
+        """Return this rank's part of a parameter's gradient, decoded; None: there is none."""
         held = self._decode(group_id, param_id)
         return held[0] if held else None
 

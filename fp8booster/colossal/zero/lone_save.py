@@ -1,4 +1,4 @@
-"""Whether every rank of a group takes part in a save, before the one that writes waits for it in vain."""
+"""A check that every rank of a group takes part in a save, before the one that writes waits for it in vain."""
 
 from __future__ import annotations
 

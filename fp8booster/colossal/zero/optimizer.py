@@ -433,7 +433,7 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         return list(dict.fromkeys(self.param_to_pg[working] for working in in_fp8))
 
     def count_weights(self) -> tuple[int, int]:
-        """(weights that are sent in FP8, all trained parameters)."""
+        """Return (weights that are sent in FP8, all trained parameters)."""
         return len(self.gathered_weights), len(self._parameters)
 
     def _gather(self, updates: Sequence[Update], wait: bool = False) -> list[dist.Work]:

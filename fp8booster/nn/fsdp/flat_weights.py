@@ -43,7 +43,7 @@ class Place:
     end: int
 
     def within(self, start: int, end: int) -> tuple[int, int]:
-        """The part that lies in a range, counted from the range's start; empty where nothing does."""
+        """Return the part that lies in a range, counted from the range's start; empty where nothing does."""
         first, last = max(self.start, start), min(self.end, end)
         return (first - start, last - start) if first < last else (0, 0)
 
@@ -57,7 +57,7 @@ class FP8Place(Place):
 
 
 class FlatWeights:
-    """What of a unit is gathered in FP8, and where it lies.
+    """The parameters of a unit that are gathered in FP8, and the others, as they lie in its messages.
 
     Args:
         flat_param: of the unit.
@@ -69,7 +69,7 @@ class FlatWeights:
         self._rank, self._ranks = rank, ranks
         self._shard_size = flat_param._sharded_size.numel()
         self.reasons: dict[str, str] = {}
-        """Why a weight of an FP8 layer is gathered in 16 bits, by its name in the unit."""
+        """The reason why a weight of an FP8 layer is gathered in 16 bits, by its name in the unit."""
 
         fp8 = sorted(self._chosen(flat_param), key=lambda place: place.start)
         self._fp8 = fp8
@@ -114,7 +114,7 @@ class FlatWeights:
         return None if together else "the weights do not lie side by side in FP8"
 
     def uncompressed_reason(self, shard: torch.Tensor) -> str | None:
-        """Why nothing of the unit is gathered in FP8, or None where something is."""
+        """Return why nothing of the unit is gathered in FP8, or None where something is."""
         if self._ranks == 1:
             return "one rank"
         if not self._fp8:
@@ -124,13 +124,13 @@ class FlatWeights:
         return None
 
     def _ranges(self, places: Sequence[Place], rank: int) -> list[tuple[int, int]]:
-        """What of each place a rank's shard holds."""
+        """Return begin and end, within a rank's shard, of each place; both 0 where it holds nothing of it."""
         start = rank * self._shard_size
         return [place.within(start, start + self._shard_size) for place in places]
 
     @cached_property
     def _fp8_counts(self) -> list[int]:
-        """FP8 values in each rank's message."""
+        """The number of FP8 values in each rank's message."""
         return [sum(end - start for start, end in self._ranges(self._fp8, rank)) for rank in range(self._ranks)]
 
     @torch.no_grad()
@@ -167,7 +167,7 @@ class FlatWeights:
         return aligned(aligned(fp8_count) + (self._shard_size - fp8_count) * shard.element_size())
 
     def _plain_values(self, message: torch.Tensor, rank: int, shard: torch.Tensor) -> torch.Tensor:
-        """The values of a message that are not in FP8."""
+        """Return the values of a message that are not in FP8."""
         first, count = aligned(self._fp8_counts[rank]), self._shard_size - self._fp8_counts[rank]
         return message[first : first + count * shard.element_size()].view(shard.dtype)
 

@@ -172,6 +172,6 @@ def _hold_head(model: nn.Module, unit_of: Mapping[nn.Module, nn.Module]) -> None
 
 
 def why_not_gathered() -> str | None:
-    """Why this PyTorch's FSDP1 cannot gather in FP8, or None where it can."""
+    """Return why this PyTorch's FSDP1 cannot gather in FP8, or None where it can."""
     missing = [name for name in _OVERRIDDEN if not hasattr(FlatParamHandle, name)]
     return f"this PyTorch's FSDP has no {missing[0]}" if missing else None

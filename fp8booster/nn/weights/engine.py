@@ -8,7 +8,7 @@ import torch
 
 from fp8booster.kernels.shard_cast import unpack
 from fp8booster.nn.weights.casting import Casts
-from fp8booster.nn.weights.freshness import looks
+from fp8booster.nn.weights.freshness import LOOKS
 from fp8booster.nn.weights.pinned import Pinned, Record, are_copies_held, note_use
 from fp8booster.nn.weights.source import CachedWeight
 from fp8booster.nn.weights.stacking import as_matrix
@@ -31,6 +31,17 @@ class EngineWeight(CachedWeight):
 
     may_be_filled = True
 
+    _filled: QuantizedMatrix | None = None
+    _ready: torch.cuda.Event | None = None
+
+    _is_right: bool = False
+    """The weights that were seen last have the values of what the engine made."""
+
+    _seen_at: list[tuple[int, int, int]] | None = None
+
+    _noted: torch.Tensor | None = None
+    """Of `note_values`."""
+
     def __init__(
         self,
         is_transposed: bool = False,
@@ -44,8 +55,9 @@ class EngineWeight(CachedWeight):
     def fill(
         self, weights: Sequence[torch.Tensor], quantized: QuantizedMatrix, ready: torch.cuda.Event | None = None
     ) -> None:
-        self.forget()
+        self._copy.forget()
         self._filled, self._ready = quantized, ready
+        # who writes to the weights from now on is seen by their places, and then they are compared
         self._seen_at, self._is_right, self._noted = _places(weights), True, None
 
     def forward(self, weights: Sequence[torch.Tensor], casts: Casts, *, transpose: bool) -> QuantizedMatrix:
@@ -75,7 +87,7 @@ class EngineWeight(CachedWeight):
         if places != self._seen_at:
             self._is_right, self._seen_at = self._has_values_of(weights, self._filled), places
             if self._is_right:
-                super().forget()
+                self._copy.forget()
         return self._is_right
 
     def note_values(self, weights: Sequence[torch.Tensor]) -> None:
@@ -102,12 +114,12 @@ class EngineWeight(CachedWeight):
 
     @property
     def held(self) -> QuantizedMatrix | None:
-        """What the engine made, or the copy."""
+        """The matrix that the engine made, or the copy."""
         return self._filled if self._is_right else super().held
 
     def forget(self) -> None:
         """Free the copy; what the engine made counts where it is found to have the weights' values."""
-        super().forget()
+        self._copy.forget()
         self._seen_at, self._is_right = None, False
 
     def drop(self) -> None:
@@ -124,21 +136,12 @@ class EngineWeight(CachedWeight):
             self._keep()
             self.was_read, self.lacks_values = True, False
 
-    _filled: QuantizedMatrix | None = None
-    _ready: torch.cuda.Event | None = None
-    _is_right: bool = False
-    """The weights that were seen last have the values of what the engine made."""
-
-    _seen_at: list[tuple[int, int, int]] | None = None
-    _noted: torch.Tensor | None = None
-    """Of `note_values`."""
-
     def __reduce__(self) -> tuple:
         return CachedWeight, (self.is_transposed,)
 
 
 class _PinnedFilling:
-    """What an engine fills, as long as it fills the same memory."""
+    """A weight that an engine fills, as long as it fills the same memory."""
 
     def __init__(self, source: EngineWeight, weights: Sequence[torch.Tensor], casts: Casts, transpose: bool) -> None:
         self._source, self._weights = source, tuple(weights)
@@ -164,7 +167,7 @@ def _addresses(matrix: QuantizedMatrix) -> tuple[int, ...]:
 
 
 def _places(weights: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
-    return [(weight.data_ptr(), weight._version, looks(weight)) for weight in weights]
+    return [(weight.data_ptr(), weight._version, getattr(weight, LOOKS, 0)) for weight in weights]
 
 
 def _decodes_to(matrix: torch.Tensor, data: torch.Tensor, inverse_scale: torch.Tensor) -> bool:
@@ -176,6 +179,7 @@ def _decodes_to(matrix: torch.Tensor, data: torch.Tensor, inverse_scale: torch.T
 
 def _row_hashes(matrix: torch.Tensor) -> torch.Tensor:
     """Return numbers that tell the bits of a matrix from any other's, int64 [rows]."""
+    # a copy of the values would be all that leaving out the 16-bit weights saves
     bits = matrix.view({2: torch.int16, 4: torch.int32}[matrix.element_size()])
     generator = torch.Generator().manual_seed(0)
     factors = torch.randint(-(2**63), 2**63 - 1, bits.shape[1:], generator=generator, dtype=torch.int64)
@@ -189,5 +193,5 @@ _HASHED_AT_ONCE = 2**22
 
 
 def _lacks_values(weight: torch.Tensor) -> bool:
-    """Whether the memory of a weight is one value, seen through its shape."""
+    """Tell whether the memory of a weight is one value, seen through its shape."""
     return weight.numel() > 1 and not any(weight.stride())

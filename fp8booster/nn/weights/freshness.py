@@ -134,22 +134,18 @@ for _name in filter(_WRITING.match, dir(dist.ProcessGroup)):
 def weight_state(weight: torch.Tensor) -> tuple:
     """Return what changes when a copy of the weight is no longer fresh, while its memory is watched."""
     # another stream casts anew rather than read a copy that this one may not have finished
-    looks = getattr(weight, _LOOKS, 0)  # as `looks` does; it is asked for each weight at each call
+    looks = getattr(weight, LOOKS, 0)
     stream = current_stream(weight) if weight.is_cuda else None
     return weight.data_ptr(), weight._version, looks, weight.dtype, _Changes.count, stream
 
 
 def look_again(weight: torch.Tensor) -> None:
     """Make what was made of a weight stale, and what an engine made of it unsure: it may have been written unseen."""
-    setattr(weight, _LOOKS, looks(weight) + 1)
+    setattr(weight, LOOKS, getattr(weight, LOOKS, 0) + 1)
 
 
-def looks(weight: torch.Tensor) -> int:
-    """Return how often `look_again` was called for a weight."""
-    return getattr(weight, _LOOKS, 0)
-
-
-_LOOKS = "_fp8booster_looks"
+LOOKS = "_fp8booster_looks"
+"""Attribute of a weight: how often `look_again` was called for it."""
 
 
 def fresh_tensors() -> Iterator[torch.Tensor]:

@@ -28,7 +28,7 @@ class ReshardedWeight(WeightSource):
     """The weights as they were gathered in FP8, until they are shards again."""
 
     def forward(self, weights: Sequence[torch.Tensor], casts: Casts, *, transpose: bool) -> QuantizedMatrix:
-        """What was gathered, or a cast made now, without its transpose."""
+        """Return what was gathered, or a cast made now, without its transpose."""
         if self.held is not None:
             if self.held.data.numel():
                 return self.held
@@ -36,7 +36,7 @@ class ReshardedWeight(WeightSource):
         return casts.quantize_weight(as_matrix(weights, self.is_transposed), transposed=False)
 
     def backward(self, weights: Sequence[torch.Tensor], casts: Casts) -> BackwardWeight:
-        """The transpose of the weights as they are when backward asks."""
+        """Return a getter of the transpose of the weights as they are when backward asks."""
         # their memory is freed and filled again, and the tensors still say where they lie
         weights = [weight.detach() for weight in weights]
 
@@ -56,7 +56,7 @@ class ReshardedWeight(WeightSource):
         self.held = quantized
 
     def is_provided(self, weights: Sequence[torch.Tensor]) -> bool:
-        """True: whatever the mode, `forward` is asked."""
+        """Return True: whatever the mode, `forward` is asked."""
         return True
 
     def forget(self) -> None:

@@ -8,7 +8,7 @@ import torch
 
 
 def are_stacked(weights: Sequence[torch.Tensor]) -> bool:
-    """Whether weights of as many columns are consecutive rows of one matrix in memory."""
+    """Tell whether weights of as many columns are consecutive rows of one matrix in memory."""
     storage = weights[0].untyped_storage().data_ptr()
     end = weights[0].data_ptr()
     for weight in weights:
@@ -23,18 +23,18 @@ def are_stacked(weights: Sequence[torch.Tensor]) -> bool:
 
 
 def stacked_view(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The matrix that weights which `are_stacked` are the rows of; it shares their memory."""
+    """Return the matrix that has weights which `are_stacked` as its rows; it shares their memory."""
     first = _values(weights[0])
     return first.as_strided((sum(map(len, weights)), first.shape[1]), first.stride())
 
 
 def stack_rows(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Weights of as many columns as one matrix: a view where they lie so in memory already, else a copy."""
+    """Return weights of as many columns as one matrix: a view where they lie so in memory already, else a copy."""
     return stacked_view(weights) if are_stacked(weights) else torch.cat([_values(weight) for weight in weights])
 
 
 def stacked_columns(transposes: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The matrix of which transposes of weights are consecutive columns in memory; it shares it. None: they are not."""
+    """Return the matrix that has transposes of weights as consecutive columns in memory; None: they lie elsewhere."""
     first = transposes[0].detach()
     storage, place = first.untyped_storage().data_ptr(), first.data_ptr()
     for each in transposes:
@@ -48,7 +48,7 @@ def stacked_columns(transposes: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def as_matrix(weights: Sequence[torch.Tensor], is_transposed: bool = False) -> torch.Tensor:
-    """Weights as the matrix of [sum of N, K] that fprop reads; one of them may lie as [K, N].
+    """Return weights as the matrix of [sum of N, K] that fprop reads; one of them may lie as [K, N].
 
     One of [G, N, K] is a matrix of [G * N, K]; where it lies as [G, K, N], of [N, G * K].
     """
