@@ -108,7 +108,7 @@ def test_a_weight_is_the_cast_of_its_whole_master(option: str) -> None:
     }.get(option, {})
     run = boost(wire(fp8_config=config(fused=False, **formats), **OPTIONS.get(option, {})))
     for _ in range(2):
-        assert_are_casts_of_masters(run, power_of_two="power_of_two" in formats)
+        assert_are_casts_of_masters(run, power_of_two="scaling" in formats)
         train(run, steps=1)
 
 

@@ -100,8 +100,8 @@ def test_a_frozen_layer_stays_in_fp8_and_needs_no_gather() -> None:
 
 NOT_GATHERED = {
     "size no multiple of 16": lambda: (wire(), Layers(64, 72, 64)),
-    "rowwise scales": lambda: (wire(fp8_config=config(granularity="rowwise")), Layers(64, 64, 64)),
-    "blockwise scales": lambda: (wire(fp8_config=config(granularity="blockwise")), Layers(128, 256, 128)),
+    "rowwise scales": lambda: (wire(fp8_config=config(scaling="rowwise")), Layers(64, 64, 64)),
+    "blockwise scales": lambda: (wire(fp8_config=config(scaling="blockwise")), Layers(128, 256, 128)),
     "no master weights": lambda: (wire(master_weights=False), Layers(64, 64, 64)),
 }
 

@@ -76,7 +76,7 @@ def test_it_trains_near_native(option: str) -> None:
         "defaults": {"fp8_config": FP8Config()},
         "16 bits on the wire": {"fp8_communication": False},
         "no masters": {"master_weights": False},
-        "rowwise": {"fp8_config": config(granularity="rowwise")},
+        "rowwise": {"fp8_config": config(scaling="rowwise")},
         "smooth SwiGLU": {"fp8_config": config(scaling="smooth-swiglu")},
         "fp16": FP16,
         "one scale a message": {"fp8_config": config(messages=Encoding(block_size=None))},

@@ -1,4 +1,4 @@
-"""Weights that exist in FP8 alone between steps (`FP8Config.weights_in_16_bits=False`)."""
+"""Weights that exist in FP8 alone between steps (`WeightCopies(high_precision=False)`)."""
 
 from __future__ import annotations
 
@@ -23,15 +23,10 @@ from tests.plugins.test_low_level_zero_fp8 import LAYERS
 from tests.plugins.training import STAGES, Boosted, assert_close, assert_equal, boost, train
 
 
-def alone(**arguments: object) -> Boosted:
+def alone(fused: bool = False, transposes: bool | None = None, **arguments: object) -> Boosted:
     """A run whose weights of FP8 layers have no value in 16 bits."""
-    options = {name: arguments.pop(name) for name in ("fused", "keep_weight_transposes") if name in arguments}
-    return boost(
-        wire(
-            fp8_config=FP8Config(**{**options, "weight_copies": WeightCopies(high_precision=False), "fused": False}),
-            **arguments,
-        )
-    )
+    copies = WeightCopies(high_precision=False, transposes=transposes)
+    return boost(wire(fp8_config=FP8Config(fused=fused, weight_copies=copies), **arguments))
 
 
 @ranks(2)
@@ -179,7 +174,7 @@ def test_an_optimizer_that_reads_the_weights_finds_their_values() -> None:
 def test_it_trains_bit_for_bit_as_with_transposes_kept() -> None:
     for fused in (False, True):
         beside = alone(fused=fused)
-        run = alone(fused=fused, weight_copies=WeightCopies(transposes=False))
+        run = alone(fused=fused, transposes=False)
         assert all(
             layer.fp8_weight.forward([layer.held_weight], layer.fp8_casts, transpose=False).transpose.numel() == 0
             for _, layer in gathered(run)
@@ -225,7 +220,7 @@ def test_boosting_again_keeps_the_weights() -> None:
 
 @ranks(2)
 def test_a_step_between_a_forward_and_its_backward_is_refused_without_transposes() -> None:
-    run = alone(weight_copies=WeightCopies(transposes=False))
+    run = alone(transposes=False)
     loss = run.loss(batch())
     train(run, steps=1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

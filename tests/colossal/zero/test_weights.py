@@ -48,9 +48,8 @@ def assert_is_cast_of_masters(run: Boosted) -> None:
 @ranks(2)
 @pytest.mark.parametrize("config", CONFIGS)
 def test_a_gathered_weight_is_the_cast_of_the_whole_master(config: str) -> None:
-    formats = CONFIGS[config]
     for stage in STAGES:
-        run = boost(wire(stage=stage, fp8_config=FP8Config(**formats, fused=False)))
+        run = boost(wire(stage=stage, fp8_config=FP8Config(**CONFIGS[config], fused=False)))
         assert len(list(gathered(run))) == LAYERS
         for number in range(3):
             train(run, steps=1 + number)
