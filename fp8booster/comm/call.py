@@ -67,7 +67,11 @@ class FinishingWork(Work):
         self._finish()
         return done
 
-    synchronize = block_current_stream = wait
+    def synchronize(self) -> None:
+        """Do as `wait`, as in torch."""
+        self.wait()
+
+    block_current_stream = synchronize
 
     def is_completed(self) -> bool:
         """Return True once the outputs are there, or will be in the order of the current stream.
