@@ -77,7 +77,7 @@ class Batches:
 
     def _place(self, index: int) -> int:
         epoch, place = divmod(index, self._count)
-        if epoch != self._epoch:
+        if epoch != self._epoch:  # an order that follows from seed and epoch: the position is all to be saved
             self._epoch = epoch
             self._order = np.random.default_rng([self._seed, epoch]).permutation(self._count)
         return self._order[place]

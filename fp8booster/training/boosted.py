@@ -66,7 +66,7 @@ class BoostedModel:
         Args:
             micro_batches: as many as the plugin was told, with `input_ids` and `labels`  [batch, sequence] each.
         """
-        if self.pipelined:
+        if self.pipelined:  # the schedule cuts the batch into micro-batches by itself
             whole = {name: torch.cat([part[name] for part in micro_batches]) for name in micro_batches[0]}
             return self.booster.execute_pipeline(
                 iter([whole]), self.model, lambda outputs, _: outputs.loss, self.optimizer, return_loss=True
@@ -75,6 +75,7 @@ class BoostedModel:
         for number, part in enumerate(micro_batches, 1):
             unsynchronized = number < len(micro_batches) and self._accumulates
             with self.booster.no_sync(self.model, self.optimizer) if unsynchronized else nullcontext():
+                # divided before backward, so that gradients add up to those of the mean
                 loss = self.model(**part).loss / len(micro_batches)
                 self.booster.backward(loss, self.optimizer)
             losses.append(loss.detach())
@@ -102,7 +103,7 @@ class BoostedModel:
 
         if hasattr(self.optimizer, "before_update"):
             self.optimizer.before_update = call
-        else:
+        else:  # Colossal-AI's wrapper has clipped when it steps the optimizer in it
             self.optimizer.unwrap().register_step_pre_hook(lambda *_: call())
 
     def save(self, folder: Path, codes: bool = False) -> None:

@@ -47,6 +47,7 @@ def over_ranks(loss: torch.Tensor | None, stop: bool, device: torch.device) -> t
 
     A signal reaches ranks in different steps, and all must save the same one.
     """
+    # stages of a pipeline but the last have no loss
     shared = torch.tensor([0.0, float(loss is not None), float(stop)], dtype=torch.float32, device=device)
     if loss is not None:
         shared[0] = loss

@@ -37,10 +37,14 @@ def _flag(name: str, kind: Any, panel: str, help: str, flags: tuple[str, ...] = 
 
 def flags(*names: str) -> list[inspect.Parameter]:
     """Return the flags of fields of `TrainOptions`, as typer reads them; of all fields where none is named."""
-    kinds = get_type_hints(TrainOptions)
-    fields = [field for field in dataclasses.fields(TrainOptions) if not names or field.name in names]
-    shown = ("panel", "help", "flags")
-    return [_flag(each.name, kinds[each.name], **{name: each.metadata[name] for name in shown}) for each in fields]
+    kinds, panel, parameters = get_type_hints(TrainOptions), "", []
+    for field in dataclasses.fields(TrainOptions):
+        panel = PANELS.get(field.name, panel)
+        if not names or field.name in names:
+            parameters.append(
+                _flag(field.name, kinds[field.name], panel, field.metadata["help"], field.metadata["flags"])
+            )
+    return parameters
 
 
 def fields_of(given: dict[str, Any]) -> dict[str, Any]:
@@ -55,4 +59,5 @@ def take_flags(command: Callable[..., None], parameters: list[inspect.Parameter]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
 
 
-take_flags(train, [*flags(), _flag("resume", str, PANELS[-1], "Run or checkpoint to continue, with its own options.")])
+_RESUME = _flag("resume", str, PANELS["out"], "Run or checkpoint to continue, with its own options.")
+take_flags(train, [*flags(), _RESUME])

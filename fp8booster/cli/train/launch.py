@@ -98,6 +98,7 @@ def run_ranks(task: Task, store: dist.TCPStore | None) -> bool:
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     environments = dict(enumerate(_environments(task.options.nproc, store)))
     program = ("-m", "fp8booster.cli.train.rank", pickle.dumps(task).hex())
+    # not `elastic_launch`, whose agent gives ranks 30 s to save after a signal, and logs what it does to the console
     with tempfile.TemporaryDirectory() as error_files, _signals_restored():
         arguments = dict.fromkeys(environments, program)
         context = start_processes("train", sys.executable, arguments, environments, DefaultLogsSpecs(error_files))
@@ -164,7 +165,7 @@ def _wait(context: PContext) -> tuple[bool, dict[int, ProcessFailure]]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
     try:
-        # not `close`, which would kill ranks that need longer to save than it waits
+        # not `close`, which kills ranks that need longer to save than it waits
         return True, context.wait(period=_POLL).failures
     except SignalException:
         context.close(signal.SIGKILL)
@@ -174,10 +175,11 @@ def _wait(context: PContext) -> tuple[bool, dict[int, ProcessFailure]]:
 def _cause(failures: Mapping[int, ProcessFailure], task: Task) -> Exception:
     """Return what went wrong first: a user's mistake, a killed rank, another error, a rank that said nothing."""
     told = [failure.error_file_data for failure in failures.values() if "expected" in failure.error_file_data]
-    told.sort(key=lambda error: error["time"])
+    told.sort(key=lambda error: error["time"])  # the launcher's own stamp is of whole seconds
     for error in told:
         if error["expected"]:
             return ValueError(error["message"])
+    # before other errors: those of its peers tell of a lost connection
     for rank, failure in failures.items():
         if failure.exitcode == -signal.SIGKILL:
             return ChildProcessError(

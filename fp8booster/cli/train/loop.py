@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PretrainedConfig
 
-_BETAS = (0.9, 0.95)
+_BETAS = (0.9, 0.95)  # of LLaMA (Touvron et al., arXiv 2302.13971, section 2.3)
 
 
 class NotFinite(ValueError):
@@ -149,12 +149,13 @@ class Trainer:
         self._config = load_config(options.model, vocabulary, options.sequence)
         # DDP and FSDP train the weights that they are given, and compute in BF16 by themselves
         dtype = torch.float32 if options.plugin in FP32_WEIGHTS else torch.bfloat16
-        config = copy.deepcopy(self._config)
+        config = copy.deepcopy(self._config)  # a checkpoint gets it without what shardformer divides among ranks
         if options.lora is None:
             network = build_model(options.model, config, self._device, options.recomputed, dtype)
         else:
             network = self._with_adapters(config)
         self._parameters = sum(parameter.numel() for parameter in network.parameters())
+        # of the whole model: boosted, it may hold shards
         self._shapes = {name: list(tensor.shape) for name, tensor in network.state_dict().items()}
         names = {name for name, _ in network.named_parameters()}
         self._tied = {name for name, _ in network.named_parameters(remove_duplicate=False)} - names
@@ -198,6 +199,7 @@ class Trainer:
             group["lr"] = rate
         tokens = self._batches.micro_batches(self._position)
         batches = [causal(part.to(self._device, non_blocking=True), self._separator) for part in tokens]
+        # the loss reaches the host before the update: a step that is not finite is not taken
         loss, stopped = over_ranks(self._boosted.forward_backward(batches), self._stop_wanted(), self._device)
         skipped = False
         try:
@@ -209,7 +211,7 @@ class Trainer:
             if self._recording is not None:
                 self._recording.end_step()
         if self._device.type == "cuda":
-            torch.cuda.synchronize()
+            torch.cuda.synchronize()  # a step's time is that of its kernels, not of their launches
         seconds = time.perf_counter() - began
         self._step = step
         self._position += self._global_batch.sequences

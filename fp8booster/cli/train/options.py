@@ -33,8 +33,8 @@ WITH_ADAPTERS = ("low_level_zero", "ddp", "fsdp")
 
 PROGRESS = ("auto", "bar", "lines", "none")
 
-_MODEL, _TRAINING, _MACHINE, _RUN = PANELS = ("Model and data", "Training", "Machine", "Run")
-"""The parts of `fp8booster train --help`."""
+PANELS = {"model": "Model and data", "precision": "Training", "plugin": "Machine", "out": "Run"}
+"""The parts of `fp8booster train --help`, by the field of `TrainOptions` that each begins with."""
 
 MOST_PROCESSES = 2**16
 """The most of a run, or of a plan."""
@@ -56,25 +56,21 @@ def above(least: float) -> Rule:
 
 
 def within(least: int, most: int) -> Rule:
-    return lambda value: least <= value <= most, f"from {least} to {most}"
-
-
-def counted(least: int, most: int) -> Rule:
     return lambda value: least <= value <= most, f"at least {least}, and at most {most}"
-
-
-_PROCESSES = counted(1, MOST_PROCESSES)
-_OF_STEPS = counted(1, 10**12)
 
 
 def one_of(allowed: Any) -> Rule:
     return lambda value: value in allowed, "one of " + ", ".join(str(choice) for choice in allowed)
 
 
+_PROCESSES = within(1, MOST_PROCESSES)
+_STEPS = within(1, 10**12)
+
+
 def _option(
-    panel: str, help: str, value: Any = None, *, rule: Rule | None = None, shown: str = "", flags: tuple[str, ...] = ()
+    help: str, value: Any = None, *, rule: Rule | None = None, shown: str = "", flags: tuple[str, ...] = ()
 ) -> Any:
-    """A field with its flag.
+    """Return a field with its flag.
 
     Args:
         value: the default; None: it comes from the model and the machine.
@@ -83,138 +79,99 @@ def _option(
     """
     default = shown or ("no" if value is False else str(value))
     help = f"{help} (default: {default})." if value != () else f"{help}; may be repeated."
-    return dataclasses.field(default=value, metadata={"panel": panel, "help": help, "rule": rule, "flags": flags})
+    return dataclasses.field(default=value, metadata={"help": help, "rule": rule, "flags": flags})
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
     """All settings of one run. A field that is None gets its value from the model and the machine (`defaults.py`)."""
 
-    model: str = _option(_MODEL, f"{', '.join(SIZES)}, or a folder with a Hugging Face config or checkpoint", "tiny")
-    data: str | None = _option(
-        _MODEL, "Text, JSON-lines or Parquet file, folder of them, or saved dataset", shown="Python's sources"
-    )
-    text_column: str = _option(_MODEL, "Column with the text in tables", "text")
+    model: str = _option(f"{', '.join(SIZES)}, or a folder with a Hugging Face config or checkpoint", "tiny")
+    data: str | None = _option("Text, JSON-lines or Parquet file, folder or saved dataset", shown="Python's sources")
+    text_column: str = _option("Column with the text in tables", "text")
     vocabulary: int | None = _option(
-        _MODEL,
-        "Tokens of the tokenizer that is trained when the model brings none",
-        rule=counted(272, 2**24),
-        shown="by model",
+        "Tokens of a tokenizer that is trained, where the model has none", rule=within(272, 2**24), shown="by model"
     )
-    cache: str | None = _option(_MODEL, "Folder for tokenizers and token files", shown="~/.cache/fp8booster")
+    cache: str | None = _option("Folder for tokenizers and token files", shown="~/.cache/fp8booster")
 
     precision: str = _option(
-        _TRAINING,
-        f"{', '.join(PRECISIONS)}; compare: BF16, then FP8, same seed and batches",
-        "compare",
-        rule=one_of(PRECISIONS),
+        f"{', '.join(PRECISIONS)}; compare: BF16, then FP8, same seed and batches", "compare", rule=one_of(PRECISIONS)
     )
-    steps: int | None = _option(_TRAINING, "Optimizer steps", rule=_OF_STEPS, shown="by model")
-    batch: int | None = _option(
-        _TRAINING, "Sequences a replica of the model takes at once", rule=counted(1, 2**20), shown="by model"
-    )
+    steps: int | None = _option("Optimizer steps", rule=_STEPS, shown="by model")
+    batch: int | None = _option("Sequences of a micro-batch of a replica", rule=within(1, 2**20), shown="by model")
     accumulate: int = _option(
-        _TRAINING,
-        "Micro-batches for each optimizer step, accumulated or passed through a pipeline",
+        "Micro-batches of an optimizer step, accumulated or passed through a pipeline",
         1,
-        rule=counted(1, 2**12),
+        rule=within(1, 2**12),
         flags=("--accumulate", "--micro-batches"),
     )
-    sequence: int | None = _option(_TRAINING, "Tokens of a sequence", rule=counted(2, 2**24), shown="by model")
-    packing: bool = _option(
-        _TRAINING, "Let a token attend to its own document alone, where a sequence has the ends of others", False
-    )
-    lr: float | None = _option(_TRAINING, "Highest learning rate", rule=above(0), shown="by model")
-    warmup: int | None = _option(
-        _TRAINING, "Steps of linear warm-up", rule=counted(0, 10**12), shown="a tenth of the steps"
-    )
-    decay: int | None = _option(_TRAINING, "Step at which the cosine decay ends", rule=_OF_STEPS, shown="the last")
-    min_lr: float | None = _option(_TRAINING, "Learning rate after the decay", rule=finite(0), shown="lr / 10")
+    sequence: int | None = _option("Tokens of a sequence", rule=within(2, 2**24), shown="by model")
+    packing: bool = _option("Let tokens attend to their own document alone, in sequences with several", False)
+    lr: float | None = _option("Highest learning rate", rule=above(0), shown="by model")
+    warmup: int | None = _option("Steps of linear warm-up", rule=within(0, 10**12), shown="a tenth of the steps")
+    decay: int | None = _option("Step at which the cosine decay ends", rule=_STEPS, shown="the last")
+    min_lr: float | None = _option("Learning rate after the decay", rule=finite(0), shown="lr / 10")
     level: str | None = _option(
-        _TRAINING,
         f"{', '.join(LEVELS)}: what the FP8 run sends and keeps in FP8 and in 8 bits; other options win",
         rule=one_of(LEVELS),
         shown="none",
     )
     optimizer: str | None = _option(
-        _TRAINING,
         f"{', '.join(OPTIMIZERS)}; the last has moments of one byte each",
         rule=one_of(OPTIMIZERS),
         shown="that of --level, else adamw",
     )
-    weight_decay: float = _option(_TRAINING, "AdamW's weight decay", 0.1, rule=finite(0))
-    max_norm: float = _option(_TRAINING, "Clip gradients to this norm; 0: do not", 1.0, rule=at_least(0))
-    seed: int = _option(
-        _TRAINING,
-        "Seed of weights and batches",
-        0,
-        rule=within(0, 2**32 - 1),  # what NumPy takes
-    )
-    checkpointing: bool = _option(_TRAINING, "Recompute activations in the backward pass", False)
+    weight_decay: float = _option("AdamW's weight decay", 0.1, rule=finite(0))
+    max_norm: float = _option("Clip gradients to this norm; 0: do not", 1.0, rule=at_least(0))
+    seed: int = _option("Seed of weights and batches", 0, rule=within(0, 2**32 - 1))  # NumPy takes no more
+    checkpointing: bool = _option("Recompute activations in the backward pass", False)
     checkpointed_layers: int | None = _option(
-        _TRAINING, "Of the first so many layers, with --checkpointing", rule=at_least(1), shown="all"
+        "Of the first so many layers, with --checkpointing", rule=at_least(1), shown="all"
     )
     lora: int | None = _option(
-        _TRAINING,
         "Rank of LoRA adapters, which train alone; in FP8 the frozen weights take one byte a value",
-        rule=counted(1, 2**16),
+        rule=within(1, 2**16),
         shown="none: all weights train",
     )
-    lora_alpha: float | None = _option(
-        _TRAINING, "LoRA's alpha: alpha / rank scales adapters", rule=above(0), shown="twice the rank"
-    )
-    lora_targets: str | None = _option(
-        _TRAINING, "Layers with adapters, as q_proj,v_proj, or all-linear", shown="all-linear"
-    )
-    deterministic: bool = _option(_TRAINING, "Deterministic kernels only, at some cost", False)
+    lora_alpha: float | None = _option("LoRA's alpha: alpha / rank scales adapters", rule=above(0), shown="2 * rank")
+    lora_targets: str | None = _option("Layers with adapters, as q_proj,v_proj, or all-linear", shown="all-linear")
+    deterministic: bool = _option("Deterministic kernels only, at some cost", False)
 
-    plugin: str = _option(_MACHINE, f"Colossal-AI plugin: {', '.join(PLUGINS)}", "low_level_zero")
+    plugin: str = _option(f"Colossal-AI plugin: {', '.join(PLUGINS)}", "low_level_zero")
     stage: int | None = _option(
-        _MACHINE, "ZeRO stage: low_level_zero 1, 2, hybrid 0, 1, 2", shown="2; hybrid 1", flags=("--stage", "--zero")
+        "ZeRO stage: low_level_zero 1, 2, hybrid 0, 1, 2", shown="2; hybrid 1", flags=("--stage", "--zero")
     )
-    tp: int = _option(_MACHINE, "Tensor parallel ranks: gemini, hybrid", 1, rule=_PROCESSES)
-    pp: int = _option(_MACHINE, "Pipeline stages: hybrid", 1, rule=_PROCESSES)
-    sp: int = _option(
-        _MACHINE, f"Ranks that share a sequence in --sp-mode {' and '.join(MODES_OF_OWN_RANKS)}", 1, rule=_PROCESSES
-    )
+    tp: int = _option("Tensor parallel ranks: gemini, hybrid", 1, rule=_PROCESSES)
+    pp: int = _option("Pipeline stages: hybrid", 1, rule=_PROCESSES)
+    sp: int = _option(f"Ranks of a sequence in --sp-mode {' and '.join(MODES_OF_OWN_RANKS)}", 1, rule=_PROCESSES)
     sp_mode: str | None = _option(
-        _MACHINE,
         f"Sequence parallelism: hybrid; {', '.join(MODES_OF_TENSOR_RANKS)} among --tp ranks, "
         f"{', '.join(MODES_OF_OWN_RANKS)} among --sp",
         shown="none",
     )
     plugin_options: tuple[str, ...] = _option(
-        _MACHINE,
         "key=value for the plugin's constructor, as pp_style=zbv (zero-bubble) or pp_style=interleaved with --pp",
         (),
         flags=("--plugin-option",),
     )
-    fp8_options: tuple[str, ...] = _option(
-        _MACHINE, "key=value for FP8Config, as scaling=rowwise", (), flags=("--fp8-option",)
-    )
+    fp8_options: tuple[str, ...] = _option("key=value for FP8Config, as scaling=rowwise", (), flags=("--fp8-option",))
     nproc: int | None = _option(
-        _MACHINE, "Processes to start, when not under torchrun", rule=_PROCESSES, shown="one a GPU; without a GPU 2"
+        "Processes to start, when not under torchrun", rule=_PROCESSES, shown="one a GPU; without a GPU 2"
     )
 
-    out: str | None = _option(_RUN, "Folder of the run", shown="runs/<model>-<precision>-<time>")
-    save: int = _option(_RUN, "Steps between checkpoints; 0: only at the end", 0, rule=at_least(0))
-    keep: int = _option(_RUN, "Newest checkpoints that stay on disk; 0: all", 2, rule=at_least(0))
-    save_codes: bool = _option(
-        _RUN, "Save 8-bit moments as they are, for --resume, in place of Colossal-AI's FP32 states", False
-    )
+    out: str | None = _option("Folder of the run", shown="runs/<model>-<precision>-<time>")
+    save: int = _option("Steps between checkpoints; 0: only at the end", 0, rule=at_least(0))
+    keep: int = _option("Newest checkpoints that stay on disk; 0: all", 2, rule=at_least(0))
+    save_codes: bool = _option("Save 8-bit moments as they are, in place of Colossal-AI's FP32 states", False)
     record: int = _option(
-        _RUN,
-        "Steps between samples of what FP8 does to each tensor, kept in scales.jsonl; 0: none",
-        0,
-        rule=at_least(0),
+        "Steps between samples of what FP8 does to each tensor, kept in scales.jsonl; 0: none", 0, rule=at_least(0)
     )
     on_nonfinite: str = _option(
-        _RUN,
         f"{', '.join(ON_NONFINITE)}: end, leave out or take a step whose loss or gradients are NaN or infinite",
         "raise",
         rule=one_of(ON_NONFINITE),
     )
-    progress: str = _option(_RUN, ", ".join(PROGRESS), "auto", rule=one_of(PROGRESS))
+    progress: str = _option(", ".join(PROGRESS), "auto", rule=one_of(PROGRESS))
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -32,7 +32,7 @@ class ErrorFile(ErrorHandler):
         told = {
             "message": describe(e),
             "expected": isinstance(e, USER_ERRORS) or refused_write(e) is not None,
-            "timestamp": int(time.time()),
+            "timestamp": int(time.time()),  # which the launcher reads
             "time": time.time(),
         }
         if (memory := exhausted_memory(e)) is not None:
@@ -42,7 +42,7 @@ class ErrorFile(ErrorHandler):
 
 def train_rank() -> None:
     """Train the task. What libraries print goes to the rank's log, which leaves the console to rank 0's display."""
-    stop = StopRequest()
+    stop = StopRequest()  # before the imports below, which take seconds
     rank = int(os.environ["RANK"])
     task: Task = pickle.loads(bytes.fromhex(sys.argv[1]))
     console = _log_streams(task, rank)

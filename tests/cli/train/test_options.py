@@ -18,7 +18,7 @@ from fp8booster.cli.train.options import TrainOptions
         ("lr", 0.0, "--lr is 0.0; it must be finite and above 0"),
         ("lr", float("inf"), "--lr is inf; it must be finite"),
         ("weight_decay", float("inf"), "--weight-decay is inf; it must be finite"),
-        ("seed", -1, "--seed is -1; it must be from 0 to 4294967295"),
+        ("seed", -1, "--seed is -1; it must be at least 0, and at most 4294967295"),
         ("vocabulary", 100, "--vocabulary is 100; it must be at least 272"),
         ("max_norm", -1.0, "--max-norm is -1.0; it must be at least 0"),
         ("level", "O4", "--level is 'O4'; it must be one of O1, O2, O3, lean"),
