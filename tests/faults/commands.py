@@ -131,7 +131,7 @@ def command_killed(place: Place, subject: Subject, reference: Reference, out: Pa
     ranks = ranks_of(process)
     stopped = stopped_rank(ranks)
     process.kill()
-    process.communicate()
+    process.wait()  # not until its streams are closed: rank 0 writes to them too
     stopped.resume()
     assert_nobody_is_left(ranks)
     return went_on(place, subject, reference, out)

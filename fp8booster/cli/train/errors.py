@@ -20,7 +20,7 @@ _FULL_DISK = (
 
 
 class OutOfMemory(ChildProcessError):
-    """What a run wants does not fit on a GPU."""
+    """A GPU has too little memory for a run."""
 
     def __init__(self, message: str, gpu_memory: int, task: Any) -> None:
         """`gpu_memory` is the GPU's, in bytes; `task` is the `launch.Task` that wants it."""
