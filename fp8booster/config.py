@@ -39,7 +39,7 @@ class Formats:
     """The FP8 formats of a layer's operands: the field's "hybrid" recipe unless given otherwise.
 
     Raises:
-        ValueError: a field is no FP8 format, or two operands of a product are E5M2, which the hardware does not multiply.
+        ValueError: a field is no FP8 format, or both operands of a product are E5M2, which no hardware multiplies.
     """
 
     input: torch.dtype = formats.E4M3
@@ -59,8 +59,9 @@ class Formats:
 
 @dataclass(frozen=True)
 class WeightCopies:
-    """The copies of FP8 weights that are kept from step to step; None: unless they would take more than 1/32 of the GPU's
-    memory (`nn.weights.memory`).
+    """The copies of FP8 weights that are kept from step to step.
+
+    None keeps one unless it would take more than 1/32 of the GPU's memory (`nn.weights.memory`).
     """
 
     high_precision: bool | None = None
@@ -129,9 +130,9 @@ class FP8Config:
     members of each outermost `nn.ModuleList`, counted over all pipeline stages."""
 
     scaling: Scaling = "tensorwise"  # type: ignore[assignment] # a name: see __post_init__
-    """How operands get their scales: an object, or a name (`scaling.named`). "tensorwise", "rowwise" and "blockwise" are
-    real-time scales, one for a tensor, for a row, or for 128 values and 128 x 128 weights (`scaling.RealTime`); "amax"
-    is tensorwise with powers of two; "delayed" takes amaxes of earlier steps; "constant" is one power of two for all;
+    """The strategy that scales operands: an object, or a name (`scaling.named`). "tensorwise", "rowwise" and
+    "blockwise" are real-time scales, one for a tensor, for a row, or for 128 values and 128 x 128 weights
+    (`scaling.RealTime`); "amax" is tensorwise with powers of two; "delayed" takes amaxes of earlier steps; "constant" is one power of two for all;
     "smooth-swiglu" scales channels of SwiGLU's output. A subclass of `scaling.Scaling` is a strategy of your own."""
 
     formats: Formats = Formats()
@@ -144,7 +145,7 @@ class FP8Config:
     always: bool = False
     """Compute in FP8 also where a layer is so small that BF16 is faster on this GPU, by `nn.linear.speed_model`."""
 
-    messages: Encoding | None = Encoding()
+    messages: Encoding | None = Encoding()  # noqa: RUF009  (frozen)
     """How gradients and weights are sent in FP8, where a plugin's `fp8_communication` does not say otherwise; None: not
     in FP8. `Encoding(block_size=None)` is one scale a message; `Encoding(automatic_scaling=True)` is FP8-LM's, for the
     gradients that ZeRO reduces, which are added in FP8."""

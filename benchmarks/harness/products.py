@@ -20,7 +20,7 @@ class ProductKind:
     precision: str
     left: torch.dtype = torch.bfloat16
     fast_accumulation: bool = False
-    scaling: RealTime = RealTime()
+    scaling: RealTime = RealTime()  # noqa: RUF009  (frozen)
     by_blocks: bool = False
     """The right operand is a weight, with a scale for each block."""
     by_rows: bool = False

@@ -35,7 +35,7 @@ BY_NAME: dict[str, Scaling] = {
 
 
 def named(text: str) -> Scaling:
-    """Return a strategy by its name, which arguments may follow: "delayed", or "delayed(history=4, amax='most recent')".
+    """Return a strategy by its name, with or without arguments: "delayed", "delayed(history=4, amax='most recent')".
 
     Raises:
         ValueError: there is none of this name, or an argument that it does not take.

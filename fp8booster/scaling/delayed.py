@@ -23,7 +23,7 @@ from fp8booster.tensor import QuantizedMatrix
 
 @dataclass(frozen=True)
 class Delayed(Scaling):
-    """Scales from earlier steps, as in Transformer Engine; those of the first step are real-time. Larger values saturate.
+    """Scales from earlier steps, as in Transformer Engine; real-time in the first step. Larger values saturate.
 
     Evaluation, and weights that an engine casts, stay real-time.
 

@@ -106,8 +106,8 @@ class Casts:
             amax = delivered_amax(tensor)
         if self.state is not None and is_in_capture(matrix):
             raise RuntimeError(
-                f'FP8Config(scaling="{self.scaling.name}") does not go into a CUDA graph, which cannot tell when a step '
-                'begins; use scaling="tensorwise"'
+                f'FP8Config(scaling="{self.scaling.name}") does not go into a CUDA graph, which cannot tell when a '
+                'step begins; use scaling="tensorwise"'
             )
         dtype = config.format_of[role] if dtype is None else dtype
         made = self.scaling.cast(role, matrix, dtype, plain=plain, transposed=transposed, amax=amax, state=self.state)

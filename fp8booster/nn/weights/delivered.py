@@ -1,4 +1,4 @@
-"""What its producer attaches to a tensor: the amax that its cast needs, and a recipe by which backward computes it again.
+"""Attach to a tensor the amax that its cast needs, and a recipe by which backward computes it again.
 
 Both are attributes of the tensor object, together with the tensor's version and place. A tensor that was computed from
 it has none. One that was given other data lies elsewhere, and one that was changed in place has another version:

@@ -1,4 +1,4 @@
-"""One contract for every place that an FP8 weight may come from, and the usual one: a cast that is kept until a step."""
+"""One contract for all sources of FP8 weights, and the usual source: a cast that is kept until a step."""
 
 from __future__ import annotations
 
