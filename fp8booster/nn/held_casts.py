@@ -14,6 +14,7 @@ from fp8booster.nn.fused.merged_layers import MergedLayers
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.weights.casting import Casts
 
+# what one engine saved is loaded under another, whose wrappers name layers otherwise
 _WRAPPERS = re.compile(r"(^|\.)(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod|module)(?=\.|$)")
 """Parts of names that wrappers add."""
 

@@ -142,7 +142,7 @@ def run_with(forward: Callable[..., Any], module: nn.Module, parts: dict[str, An
     """
     held = vars(module)
     given = {**held, **parts}  # what is an attribute is looked at before what is registered
-    stand_in = object.__new__(type(module))
+    stand_in = object.__new__(type(module))  # `super()` and the class's methods work in it
     now = vars(stand_in)
     now.update(given)
     try:

@@ -234,7 +234,7 @@ class _Trial:
         held.update(part=part, form=form, training=self.training)
         if self.training and hasattr(attention, "attention_dropout"):
             whole = isinstance(attention.attention_dropout, nn.Module)
-            held["attention_dropout"] = nn.Dropout(0.0) if whole else 0.0
+            held["attention_dropout"] = nn.Dropout(0.0) if whole else 0.0  # two runs would drop other scores
         heads, size = attention.config.num_attention_heads, head_size(attention)
         widths = [heads * size, *2 * [heads // heads_of_a_key(attention) * size]]
         if part.of_latents:
@@ -249,7 +249,7 @@ class _Trial:
                 of_heads = self.size * numbers(1, self.length, layer.out_features)
                 # of the latent too, as far as its mean tells
                 held[name] = lambda x, made=of_heads: made + (x * numbers(x.shape[-1])).mean(-1, keepdim=True)
-        held[part.output] = lambda x: x
+        held[part.output] = lambda x: x  # so that what attention gave is what comes out
         return probe
 
     def _embeddings(self) -> Any:

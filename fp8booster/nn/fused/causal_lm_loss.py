@@ -208,7 +208,7 @@ def use_native_loss(model: nn.Module) -> None:
     for module in model.modules():
         loss = _available_loss(module) if _is_ours(module.__dict__.get("forward")) else None
         if loss is not None:
-            del module.forward
+            del module.forward  # its class's shows again
             if loss.native is not None:
                 module.forward = loss.native
 
@@ -317,6 +317,7 @@ def _forward_like(native: Callable) -> Callable:
         if not (wants_loss(self, arguments) and is_native and _why_not_through(self) is None):
             return native(self, *args, **kwargs)
         name = _head_name(self)
+        # for this call alone: a head that is put into the model would be saved with it, and seen by other threads
         outputs = run_with(native, self, {name: LazyHead(getattr(self, name))}, *args, **kwargs)
         return type(outputs)(**{**outputs, "logits": None})
 

@@ -89,6 +89,7 @@ def fuse_blocks(model: nn.Module, replaced_attention: ReplacedAttention | None =
     fused = 0
     inner_first = list(model.modules())[::-1]  # a layer is fused if it has norms that are
     for module in inner_first:
+        # another stage of a pipeline may hold the parameters
         if not is_known(type(module)) or not (any(True for _ in module.parameters()) or _is_whole_norm(module)):
             continue
         part = part_of(module)
@@ -99,7 +100,7 @@ def fuse_blocks(model: nn.Module, replaced_attention: ReplacedAttention | None =
         elif any(map(is_attention, module.children())):
             fused += _fuse_layer(module)
     _smooth(model)
-    for module in inner_first:
+    for module in inner_first:  # a wrapper looks for the packing of the model inside it
         if any(isinstance(part, FusedAttention) for part in module.modules()):
             let_pack(module)
     return fused
@@ -129,6 +130,7 @@ def mix(mixin: type[nn.Module], module: nn.Module) -> None:
         part = cast(Part, part_of(module))
         layers = _layers(module, part)
         merged = None
+        # an ungated block's layers, or one that computes something else, are called as transformers wrote it
         if len(layers) > 1 and mixin is not FusedMLP:
             merged = MergedLayers(layers) if _in_fp8(layers) else MergedLinears(layers)
         vars(module).update(part=part, fp8_merged=merged)
@@ -193,6 +195,7 @@ def _norm_mixin(norm: nn.Module) -> type[nn.Module] | str:
         return REPLACED
     weight = getattr(norm, "weight", None)
     heads = () if weight is None else weight.shape[:-1]
+    # it must compute the same with a weight for each head as with one for all
     computes = norm_of(type(norm), *heads) if len(heads) < 2 else None
     computes = computes if computes == norm_of(type(norm)) else None
     if computes is not None and (weight is not None or not computes.weighted):

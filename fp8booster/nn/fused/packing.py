@@ -80,7 +80,7 @@ def find_sequences(
         ValueError: several sequences in a row, and padding beside them.
     """
     rows, length = tokens
-    positions = position_ids.cpu().expand(rows, -1)
+    positions = position_ids.cpu().expand(rows, -1)  # here the host waits, once a forward and not once a layer
     begins = torch.ones(rows, length, dtype=torch.bool)
     begins[:, 1:] = positions.diff(dim=1) <= 0
     if attention_mask is not None:
@@ -117,7 +117,7 @@ def checked_sequences(
             "second sequence begins, ..., the number of tokens"
         )
     rows, length = tokens
-    if longest is not None and rows == 1 and boundaries.is_cuda:
+    if longest is not None and rows == 1 and boundaries.is_cuda:  # the caller knows all that the host must know
         return Sequences(boundaries.to(device, torch.int32), int(longest))
     found = boundaries.tolist()
     ordered = all(begin <= end for begin, end in pairwise(found))
@@ -232,6 +232,7 @@ class Packing:
         """Let position embeddings tell the sequences, as a forward hook of what makes them."""
         if self.sequences is None:
             return output
+        # a tuple of a class of its own: layers are handed it whole, also by checkpointing, FSDP and pipelines
         packed = PackedEmbeddings((output,) if isinstance(output, Tensor) else output)
         packed.sequences = self.sequences
         return packed
@@ -239,7 +240,7 @@ class Packing:
     def follow(self, module: nn.Module, before: Callable) -> None:
         """Know the sequences of a module's batch, as a hook finds them, as long as its forward runs."""
         module.register_forward_pre_hook(before, with_kwargs=True)
-        module.register_forward_hook(self.after_model, always_call=True)
+        module.register_forward_hook(self.after_model, always_call=True)  # also where the forward raises
 
 
 CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")

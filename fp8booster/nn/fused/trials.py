@@ -42,13 +42,14 @@ def on_numbers(trial: Trial) -> Trial:
 
 def numbers(*shape: int) -> Tensor:
     """Return random FP32 numbers on the CPU, always the same."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)  # of its own: a caller's random numbers stay as they are
     return torch.randn(*shape, generator=generator, device="cpu", dtype=torch.float32)
 
 
 def tried(compute: Callable[..., Any], *args: Any) -> Any:
     """Return what is computed; None: it failed."""
     try:
+        # autocast would round what a trial compares to four digits
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             return compute(*args)
     except FAILS:
@@ -59,6 +60,7 @@ def are_alike(found: Any, right: Any) -> bool:
     """Tell whether two results are tensors of one shape and of the same numbers, but for rounding."""
     if not (isinstance(found, Tensor) and isinstance(right, Tensor)) or found.shape != right.shape:
         return False
+    # sums cancel: what is small beside the largest value may err by a rounding of that
     largest = right.abs().max().item() if right.numel() else 0.0
     return torch.allclose(found, right, rtol=1e-4, atol=1e-6 * largest)
 
