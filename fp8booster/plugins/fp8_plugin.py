@@ -159,7 +159,7 @@ class FP8Plugin(Plugin):
 
     @property
     def encoding(self) -> Encoding:
-        """Return how gradients and activations are sent in FP8."""
+        """Return the encoding of gradients, activations and tokens that are sent in FP8."""
         return self.fp8_config.messages or Encoding()
 
     def __del__(self) -> None:

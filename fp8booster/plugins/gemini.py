@@ -37,7 +37,6 @@ class GeminiPlugin(FP8Plugin, plugin.GeminiPlugin):
     gradients, in FP8.
 
     Raises:
-        ValueError, TypeError: as in `FP8Plugin`.
         TypeError: when boosting, an optimizer that is no Adam.
         ImportError: `tp_size` above 1 and a transformers whose models Colossal-AI cannot shard.
     """

@@ -34,7 +34,6 @@ class HybridParallelPlugin(FP8Plugin, plugin.HybridParallelPlugin):
     Arguments are those of `FP8Plugin`, of which `fp8_communication` sends activations, gradients and weights in FP8.
 
     Raises:
-        ValueError, TypeError: as in `FP8Plugin`.
         ImportError: a transformers whose models Colossal-AI cannot shard, without a `custom_policy`.
     """
 

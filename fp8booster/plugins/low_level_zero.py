@@ -20,9 +20,6 @@ class LowLevelZeroPlugin(FP8Plugin, plugin.LowLevelZeroPlugin):
     """Colossal-AI's LowLevelZeroPlugin, where `use_fp8=True` runs the products of linear layers in FP8.
 
     Arguments are those of `FP8Plugin`, of which `fp8_communication` sends gradients and weights in FP8.
-
-    Raises:
-        ValueError, TypeError: as in `FP8Plugin`.
     """
 
     native = plugin.LowLevelZeroPlugin

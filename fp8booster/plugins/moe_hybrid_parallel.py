@@ -17,9 +17,6 @@ class MoeHybridParallelPlugin(HybridParallelPlugin, plugin.MoeHybridParallelPlug
 
     Arguments are those of `FP8Plugin`, of which `fp8_communication` sends tokens to experts and back, and gradients and
     weights, in FP8.
-
-    Raises:
-        ValueError, TypeError, ImportError: as in `HybridParallelPlugin`.
     """
 
     native = plugin.MoeHybridParallelPlugin

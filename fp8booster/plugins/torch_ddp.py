@@ -18,9 +18,6 @@ class TorchDDPPlugin(FP8Plugin, plugin.TorchDDPPlugin):
     What is not in FP8 is computed in the model's own precision, or in that of `Booster(mixed_precision=...)`.
 
     Arguments are those of `FP8Plugin`, of which `fp8_communication` reduces gradients in FP8.
-
-    Raises:
-        ValueError, TypeError: as in `FP8Plugin`.
     """
 
     native = plugin.TorchDDPPlugin

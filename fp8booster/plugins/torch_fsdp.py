@@ -27,9 +27,6 @@ class TorchFSDPPlugin(FP8Plugin, plugin.TorchFSDPPlugin):
 
     Arguments are those of `FP8Plugin`, of which `fp8_communication` gathers the weights of these layers, and reduces
     gradients, in FP8.
-
-    Raises:
-        ValueError, TypeError: as in `FP8Plugin`.
     """
 
     native = plugin.TorchFSDPPlugin
@@ -43,7 +40,7 @@ class TorchFSDPPlugin(FP8Plugin, plugin.TorchFSDPPlugin):
         )
 
     def convert(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
-        """Where weights are kept in FP8 alone, leave all that does not train out of what FSDP shards.
+        """Convert, and leave all that does not train out of what FSDP shards, where weights are kept in FP8 alone.
 
         It flattens no bytes, and adapters are of another type than the frozen weights around them.
         """
@@ -84,6 +81,6 @@ class TorchFSDPPlugin(FP8Plugin, plugin.TorchFSDPPlugin):
 
 
 def _does_not_train(module: nn.Module) -> bool:
-    """Whether a module holds parameters, itself and no other, of which none trains."""
+    """Tell whether a module holds parameters, itself and no other, of which none trains."""
     own = list(module.parameters())
     return bool(own) and next(module.children(), None) is None and not any(each.requires_grad for each in own)
