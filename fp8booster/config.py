@@ -146,9 +146,9 @@ class FP8Config:
     """Compute in FP8 also where a layer is so small that BF16 is faster on this GPU, by `nn.linear.speed_model`."""
 
     messages: Encoding | None = Encoding()  # noqa: RUF009  (frozen)
-    """How gradients and weights are sent in FP8, where a plugin's `fp8_communication` does not say otherwise; None: not
-    in FP8. `Encoding(block_size=None)` is one scale a message; `Encoding(automatic_scaling=True)` is FP8-LM's, for the
-    gradients that ZeRO reduces, which are added in FP8."""
+    """How gradients, activations and weights are sent in FP8, where a plugin's `fp8_communication` does not say
+    otherwise; None: not in FP8. `Encoding(block_size=None)` is one scale a message; `Encoding(automatic_scaling=True)`
+    is FP8-LM's, for the gradients that ZeRO reduces, which are added in FP8."""
 
     fused: bool = True
     """Fuse what lies between the products of decoder layers (`nn.fused`): q, k and v as one product, gate and up as
