@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -68,6 +69,7 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
         return model(input_ids=tokens, labels=tokens).loss
 
 
+@functools.cache
 def train_alone() -> list[float]:
     """The losses of this rank's tokens where one process trains on those of all, in plain PyTorch."""
     model = convert_to_fp8(adapted()).train()

@@ -60,9 +60,8 @@ ENGINES = {
 
 SAVED = ("ZeRO 1", "ZeRO 2", "DP2", "TP2 ZeRO 1", "PP2 ZeRO 1", "MoE", "Gemini", "Gemini, offloaded", "FSDP", "DDP")
 
-
-WHOLE = (("MoE", False),)
-"""What Colossal-AI cannot save in one file."""
+LEARN = [engine for engine in ENGINES if engine not in ("ZeRO 2", "TP2", "TP2 ZeRO 1", "Gemini")]
+"""Those left out train in other tests here, and learn with clipping, over replicas or through stages."""
 
 
 def start(engine: str, optimizer: Any = AdamW, lr: float = 3e-3) -> Boosted:
@@ -90,7 +89,7 @@ def held(run: Boosted) -> dict[torch.Tensor, Any]:
 
 
 @ranks(2)
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", LEARN)
 def test_it_learns_as_with_moments_in_fp32(engine: str) -> None:
     expected = train(start(engine, torch.optim.AdamW), 6)
     run = start(engine)
@@ -153,43 +152,37 @@ def decoded(run: Boosted) -> list[torch.Tensor]:
 
 
 @ranks(2)
-@pytest.mark.parametrize(
-    ("engine", "shard"),
-    [(engine, shard) for engine in SAVED for shard in (True, False) if (engine, shard) not in WHOLE],
-)
-def test_a_resumed_run_has_the_same_bits(engine: str, shard: bool) -> None:
+@pytest.mark.parametrize("engine", SAVED)
+def test_a_resumed_run_has_the_same_bits(engine: str) -> None:
     writer, reader = start(engine), start(engine)
-    train(writer, 3)
-    model, optimizer = save(writer, shared_folder(f"{engine} {shard}"), shard)
-    train(reader, 1, seed=50)  # other states, which are replaced
-    writer.booster.load_model(writer.model, model)  # masters as they are saved; the states stay what they are
-    reader.booster.load_model(reader.model, model)
-    reader.booster.load_optimizer(reader.optimizer, optimizer)
-    pairs = list(zip(decoded(writer), decoded(reader), strict=True))
-    assert all(torch.equal(one, other) for one, other in pairs)
-    assert all(state.codes["exp_avg"].dtype is torch.int8 for state in held(reader).values())
-    assert train(writer, 2) == train(reader, 2)
-    assert_equal(whole(writer), whole(reader))
+    for shard in (True, False) if engine != "MoE" else (True,):  # which Colossal-AI cannot save in one file
+        train(writer, 2)
+        model, optimizer = save(writer, shared_folder(f"{engine} {shard}"), shard)
+        train(reader, 1, seed=50)  # other states, which are replaced
+        writer.booster.load_model(writer.model, model)  # masters as they are saved; the states stay what they are
+        reader.booster.load_model(reader.model, model)
+        reader.booster.load_optimizer(reader.optimizer, optimizer)
+        pairs = list(zip(decoded(writer), decoded(reader), strict=True))
+        assert all(torch.equal(one, other) for one, other in pairs)
+        assert all(state.codes["exp_avg"].dtype is torch.int8 for state in held(reader).values())
+        assert train(writer, 2) == train(reader, 2)
+        assert_equal(whole(writer), whole(reader))
 
 
 @ranks(2)
 @pytest.mark.parametrize("engine", ["ZeRO 1", "DP2", "TP2 ZeRO 1", "Gemini", "FSDP", "DDP"])
 def test_states_go_to_torchs_adamw_and_back(engine: str) -> None:
-    kinds = AdamW, torch.optim.AdamW
-    for writes, reads in (kinds, kinds[::-1]):
-        writer, reader = start(engine, writes), start(engine, reads)
-        train(writer, 3)
-        for shard in (True, False):
-            folder = shared_folder(f"{engine} {writes.__module__} {shard}")
-            model, optimizer = save(writer, folder, shard)
-            reader.booster.load_model(reader.model, model)
-            reader.booster.load_optimizer(reader.optimizer, optimizer)
+    torchs, ours = start(engine, torch.optim.AdamW), start(engine)
+    train(torchs, 3)
+    for writer, reader, shard in ((torchs, ours, True), (ours, torchs, False)):
+        model, optimizer = save(writer, shared_folder(f"{engine} {shard}"), shard)
+        reader.booster.load_model(reader.model, model)
+        reader.booster.load_optimizer(reader.optimizer, optimizer)
         assert train(reader, 3) == pytest.approx(train(writer, 3), rel=0.02)
 
 
 @ranks(2)
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
-@pytest.mark.parametrize("engine", ["ZeRO 1", "ZeRO 2, clipped", "DP2"])
+@pytest.mark.parametrize(("engine", "bad"), [("ZeRO 1", math.nan), ("ZeRO 2, clipped", math.inf), ("DP2", math.inf)])
 def test_a_gradient_that_is_not_finite_leaves_states_as_they_were(engine: str, bad: float) -> None:
     run = start(engine)
     train(run, 2)

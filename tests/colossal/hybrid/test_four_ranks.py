@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -155,17 +156,18 @@ ZERO_1 = {"pp_size": 2, "num_microbatches": 2, "zero_stage": 1}
 ZERO_BUBBLE = {"pp_style": "zbv", "num_model_chunks": 2}
 
 
-def learn_in_pipelines(make: Any, **arguments: Any) -> list[float]:
-    """Losses of a model of four layers, on two pipelines of two stages."""
+@functools.cache
+def learn_in_pipelines(which: str, zero_bubble: bool = False, overlap: bool = False) -> list[float]:
+    """Losses of a model of four layers, on two pipelines of two stages; trained once for all tests of these ranks."""
     model = tiny_llama(**sizes(num_hidden_layers=4))
-    return learn(start(make(ZERO_1 | arguments), model))
+    arguments = ZERO_1 | (ZERO_BUBBLE if zero_bubble else {})
+    return learn(start(MAKERS[which](arguments, overlap_allgather=overlap), model))
 
 
 @ranks(4)
 @pytest.mark.parametrize("which", MAKERS)
 def test_zero_bubble_with_zero_trains_like_1f1b(which: str) -> None:
-    expected = learn_in_pipelines(MAKERS[which])
-    losses = learn_in_pipelines(MAKERS[which], **ZERO_BUBBLE)
+    expected, losses = learn_in_pipelines(which), learn_in_pipelines(which, zero_bubble=True)
     assert_close(expected, losses, 5e-3, gradients=False)
     assert losses[-1] < losses[0]
 
@@ -174,10 +176,7 @@ def test_zero_bubble_with_zero_trains_like_1f1b(which: str) -> None:
 @pytest.mark.parametrize("case", ["native, 1f1b", "ours, 1f1b", "fp8, 1f1b", "fp8, zero-bubble"])
 def test_late_gathers_change_no_loss_of_a_pipeline(case: str) -> None:
     which, schedule = case.split(", ")
-    arguments = ZERO_BUBBLE if schedule == "zero-bubble" else {}
-    on_time, late = (
-        learn_in_pipelines(MAKERS[which], overlap_allgather=overlap, **arguments) for overlap in (False, True)
-    )
+    on_time, late = (learn_in_pipelines(which, schedule == "zero-bubble", overlap) for overlap in (False, True))
     assert on_time == late
 
 

@@ -19,7 +19,7 @@ from tests.distributed import ranks
 if TYPE_CHECKING:
     from colossalai.booster.plugin import HybridParallelPlugin as NativePlugin
 
-STEPS = 50
+STEPS = 30
 LAST = 5
 """Steps whose mean loss is compared."""
 
@@ -62,8 +62,12 @@ def assert_close_over_steps(losses: list[float], expected: list[float]) -> None:
     assert apart < WITHIN, apart
 
 
+LEARN = [mode for mode in MODES if mode not in ("DP2 ZeRO 2", "TP2", "SP2 all_to_all", "PP2 1f1b")]
+"""Stage 2 has the bits of stage 1. Each of the others learns under ZeRO, and what it is a mode of without ZeRO too."""
+
+
 @ranks(2)
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "DP2 ZeRO 2"])  # whose bits are those of stage 1
+@pytest.mark.parametrize("mode", LEARN)
 def test_the_loss_follows_one_process_in_fp8(mode: str) -> None:
     micro_batches = {"num_microbatches": 2} if "pp_size" in MODES[mode] else {}
     assert_follows(fp8(MODES[mode] | micro_batches))

@@ -190,7 +190,7 @@ def test_it_trains_bit_for_bit_as_with_transposes_kept() -> None:
 def test_compiled_code_leaves_layers_without_weights_to_eager_code() -> None:
     """Only on the layers: what is compiled around them takes other roundings."""
     expected, found = alone(), alone()
-    for layer in (layer for _, layer in gathered(found)):
+    for _, layer in list(gathered(found))[::5]:  # of each shape one; all of them are compiled below
         layer.compile(backend="eager")
     assert train(expected, steps=2) == train(found, steps=2)
     network = found.model.unwrap()
