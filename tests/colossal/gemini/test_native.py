@@ -31,13 +31,19 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "accumulation": {"enable_gradient_accumulation": True, "max_prefetch": 1},
     "gathered": {"min_chunk_size_m": 32, "search_range_m": 1, "hidden_dim": 32, "strict_ddp_mode": True},
-    "stage 2": {"shard_param_frac": 0.0, "enable_async_reduce": False, "force_outputs_fp32": True},
-    "no masters": {"master_weights": False},
+    "stage 2, no masters": {
+        "shard_param_frac": 0.0,
+        "enable_async_reduce": False,
+        "force_outputs_fp32": True,
+        "master_weights": False,
+    },
     "fp16": FP16
     | {"growth_factor": 4.0, "growth_interval": 1, "max_scale": 2.0**12, "max_norm": 0.1, "norm_type": 2.0},
     "overflow": FP16 | {"initial_scale": 2.0**26, "hysteresis": 1, "backoff_factor": 0.25, "min_scale": 2.0**23},
     "extra data parallel": {"extra_dp_size": 2},
-    "shardformer's options without tensor parallelism": {
+    "fp8 communication of native, shardformer's options without tensor parallelism": {
+        "fp8_communication": True,
+        "use_fp8": False,
         "tp_size": 1,
         "enable_all_optimization": False,
         "enable_fused_normalization": False,
@@ -53,7 +59,6 @@ CASES: dict[str, dict[str, Any]] = {
         "enable_jit_fused": True,
         "max_norm": 0.1,
     },
-    "fp8 communication of native": {"fp8_communication": True, "use_fp8": False},
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from typing import Any
 
@@ -50,31 +51,43 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
+SIZES = {"num_key_value_heads": 4, "vocab_size": 256}
+"""A head and a part of the vocabulary for each of four ranks."""
+
+
+def learned(run: Boosted, tensor_parallel: int) -> tuple[list[float], list[torch.Tensor], float | None]:
+    """Losses; the gradients of the first step, which are the first moments after it; the norm of the last ones."""
+    losses = learn(run, tensor_parallel, steps=1)
+    states = run.optimizer.state_dict(False)["state"]
+    gradients = [states[number]["exp_avg"].flatten().clone() for number in range(len(states))]
+    return losses + learn(run, tensor_parallel), gradients, run.optimizer.get_grad_norm()
+
+
+@functools.cache
+def learned_by_replicas(**options: Any) -> tuple[list[float], list[torch.Tensor], float | None]:
+    """Of data parallelism alone, trained once for all tests of these ranks."""
+    return learned(boost(wire(**options), tiny_llama(**SIZES)), 1)
+
+
 @ranks(4)
 @pytest.mark.parametrize("case", RUNS)
 def test_it_learns_as_data_parallelism_does(case: str) -> None:
     options = RUNS[case]
-    alone = {"max_norm": options["max_norm"]} if "max_norm" in options else {}
-    # a head and a part of the vocabulary for each of four ranks
-    sizes = {"num_key_value_heads": 4, "vocab_size": 256}
-    reference = boost(wire(**alone), tiny_llama(**sizes))
-    run = boost(wire(**options), tiny_llama(**sizes))
-    tensor_parallel = options.get("tp_size", 1)
-    expected, losses = learn(reference, steps=1), learn(run, tensor_parallel, steps=1)
-    # the first moments after one step are the gradients
-    gradients = [one.optimizer.state_dict(False)["state"] for one in (reference, run)]
-    for number, (name, _) in enumerate(tiny_llama(**sizes).named_parameters()):
-        one, other = (state[number]["exp_avg"].flatten() for state in gradients)
+    clipped = {"max_norm": options["max_norm"]} if "max_norm" in options else {}
+    run = boost(wire(**options), tiny_llama(**SIZES))
+    expected, reference, norm = learned_by_replicas(**clipped)
+    losses, gradients, found_norm = learned(run, options.get("tp_size", 1))
+    names = [name for name, _ in tiny_llama(**SIZES).named_parameters()]
+    for name, one, other in zip(names, reference, gradients, strict=True):
         assert one.shape == other.shape, name
         assert (one - other).norm() < 0.2 * one.norm(), name
         assert_same_on_all_ranks(other)
-    assert_close(expected + learn(reference), losses + learn(run, tensor_parallel), CLOSE)
+    assert_close(expected, losses, CLOSE)
     assert len(report(run.model).fp8) == LAYERS
-    if alone:
-        norms = [one.optimizer.get_grad_norm() for one in (reference, run)]
-        assert_close(norms[:1], norms[1:], 0.05)
+    if clipped:
+        assert_close([norm], [found_norm], 0.05)
         gathered = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, norms[1])
+        dist.all_gather_object(gathered, found_norm)
         assert len(set(gathered)) == 1
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fp8booster import comm
+from fp8booster import FP8Config, comm
 from fp8booster.monitor.traffic import Traffic, bytes_sent, count_traffic
 from fp8booster.nn.fused import vocabulary
 from tests.colossal.hybrid.runs import MODES, HybridRun, batches, fp8, native, start
@@ -17,6 +17,10 @@ LARGE = {"vocab_size": 256, "hidden_size": 256, "intermediate_size": 704, "num_h
 AT_MOST = 0.52
 SMALL = 2**12
 """Bytes of a message, on the mean, that may go in 16 bits without a reason of its own."""
+
+
+COMMUNICATE = [mode for mode in MODES if mode not in ("TP2 ZeRO 1", "PP2 1f1b ZeRO 1")]
+"""Modes of which each sends something that no other does: ZeRO over one rank sends nothing."""
 
 
 def traffic(run: HybridRun) -> Traffic:
@@ -41,9 +45,10 @@ def in_16_bits(mode: str) -> int:
 
 
 @ranks(2)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", COMMUNICATE)
 def test_a_step_sends_at_most_0_52_of_the_bytes_of_16_bits(mode: str) -> None:
-    run = start(fp8(mode), tiny_llama(**LARGE))
+    emulated = FP8Config(emulate=True)  # what is sent is the same, and the CPU is faster
+    run = start(fp8(mode, fp8_config=emulated), tiny_llama(**LARGE))
     counted, statistics = traffic(run), comm.statistics()
     native_sent = in_16_bits(mode)
     assert counted.sent <= AT_MOST * native_sent, (counted.sent / native_sent, str(statistics))

@@ -19,7 +19,7 @@ from tests.distributed import ranks
 from tests.plugins.test_low_level_zero_census import Census, products
 from tests.plugins.training import assert_close, assert_equal
 
-STEPS = 12
+STEPS = 8
 AT_MOST = 0.52
 """Wire bytes over those of 16 bits."""
 
