@@ -132,8 +132,9 @@ class FP8Config:
     scaling: Scaling = "tensorwise"  # type: ignore[assignment] # a name: see __post_init__
     """The strategy that scales operands: an object, or a name (`scaling.named`). "tensorwise", "rowwise" and
     "blockwise" are real-time scales, one for a tensor, for a row, or for 128 values and 128 x 128 weights
-    (`scaling.RealTime`); "amax" is tensorwise with powers of two; "delayed" takes amaxes of earlier steps; "constant" is
-    one power of two for all; "smooth-swiglu" scales channels of SwiGLU's output. A subclass of `scaling.Scaling` is a strategy of your own."""
+    (`scaling.RealTime`); "amax" is tensorwise with powers of two; "delayed" takes amaxes of earlier steps; "constant"
+    is one power of two for all; "smooth-swiglu" scales channels of SwiGLU's output. A subclass of `scaling.Scaling` is
+    a strategy of your own."""
 
     formats: Formats = Formats()
     """FP8 formats of the operands."""
