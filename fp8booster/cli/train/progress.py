@@ -39,6 +39,7 @@ class Bar(Silent):
     """One moving bar."""
 
     def __enter__(self) -> Silent:
+        own = self._console.file is sys.stderr  # a rank's standard error is its log, and not what the bar is on
         self._progress = Progress(
             SpinnerColumn(finished_text=" "),
             TextColumn(f"{self._name:>4}"),
@@ -48,6 +49,8 @@ class Bar(Silent):
             TextColumn("{task.description}"),
             console=Console(file=self._console.file),
             refresh_per_second=2,  # it takes the interpreter from the training step
+            redirect_stdout=own,
+            redirect_stderr=own,
         )
         self._task = self._progress.add_task("starting", total=None)
         self._figures = "no step left to do"

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import io
+import sys
+
 import pytest
 
 from fp8booster.cli.train.progress import make_display
@@ -52,3 +55,13 @@ def test_a_notice_is_shown_whole_by_all(capsys, progress):
 def test_none_is_silent(capsys):
     show("none")
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_bar_elsewhere_leaves_standard_error_to_the_log(capsys):
+    stream = io.StringIO()
+    with make_display("bar", "fp8", stream) as display:
+        display.show("start", done=0, steps=STEPS)
+        sys.stderr.write("a warning\n")
+    assert capsys.readouterr().err == "a warning\n"
+    assert "0/200" in stream.getvalue()
+    assert "a warning" not in stream.getvalue()
