@@ -86,8 +86,9 @@ def test_checkpoints_cross(crossing: str) -> None:
     batch = rank_batches(1)[0]
     expected = writer.parameters()
     loss = _loss_of(target, expected, batch)
-    for form_name, form in FORMS.items():
-        model, optimizer = save(writer, form, shared_folder(f"{crossing}/{form_name}"))
+    # what crosses does not depend on the form: in every form where both are in FP8, else in one file and in several
+    for form_name in FORMS if crossing.startswith("fp8 to fp8") else ("one safetensors file", "shards"):
+        model, optimizer = save(writer, FORMS[form_name], shared_folder(f"{crossing}/{form_name}"))
         train(reader, steps=1)  # other weights, and FP8 copies of them
         stale = reader.loss(batch)
         reader.booster.load_model(reader.model, model)
