@@ -142,6 +142,7 @@ def scale_groups(
     for each in merged:
         cast = [layer in groups for layer in each.layers]
         if any(cast):
+            # with one weight cast elsewhere, by a scale of its own, no matrix of all has one scale
             reason = why_apart(each) if all(cast) else "only some of the weights are gathered in FP8"
             each.fp8_weight.refusal = reason
             if reason is None:
@@ -165,6 +166,7 @@ class ShardedCast:
         self.device, self.counts = device, counts
         scalings = [layer.fp8_config.scaling.for_engines for layer in self.layers]
         self._power_of_two = [scaling is not None and scaling.power_of_two for scaling in scalings]
+        # on the device, so that groups are told apart without the host's looking at amaxes
         self.firsts: torch.Tensor | None = None
         """For each weight the place of the first one that it shares a scale with, int64; None: none shares."""
         if len(groups) < len(self.layers):

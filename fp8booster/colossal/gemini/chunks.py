@@ -171,6 +171,7 @@ class FP8Chunk(ReducedChunk):
         if chunk.cpu_shard is not None:
             chunk.cpu_shard = torch.zeros(chunk.shard_size, dtype=dtype, pin_memory=chunk.pin_memory)
         chunk.matrices, chunk._decoded = {}, {}
+        # an expanded NaN, for autograd and torch's checks read the shape of a parameter
         chunk._nothing = torch.full((), torch.nan, dtype=chunk.gradient_dtype, device=device)
         for parameter in chunk.tensors_info:
             parameter.data = chunk._nothing.expand(parameter.shape)

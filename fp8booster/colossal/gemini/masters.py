@@ -46,6 +46,7 @@ class Masters:
         if chunks:
             device = chunks[0].cuda_global_chunk.device
             self._sharded = ShardedCast(groups, device)
+            # in one tensor, each where products may read it: chunks come and go, and scales stay
             scales = new_inverse_scales(len(groups), device).unbind()
             self._inverse_scales = [scale for group, scale in zip(groups, scales, strict=True) for _ in group.layers]
             for group, scale in zip(groups, scales, strict=True):
@@ -67,6 +68,7 @@ class Masters:
         payloads = {chunk: chunk.paired_chunk.payload for chunk in self._chunks}
         values = {chunk: chunk.own_values().view(chunk.weight_format) for chunk in self._chunks}
         shards = [payloads[chunk][begin:end] for chunk, begin, end in self._parts]
+        # what begins where another weight's part does, and is empty, has no amax of its own
         told = [(known or {}).get((chunk, begin)) if begin < end else None for chunk, begin, end in self._parts]
         group, ranks = self._chunks[0].torch_pg, self._chunks[0].pg_size
         amaxes = self._sharded.agree(shards, group, told)

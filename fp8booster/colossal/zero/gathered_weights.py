@@ -102,6 +102,7 @@ class WeightBatch:
         sizes = [(weight.numel(), own.numel()) for weight, own in zip(self.parameters, self._own, strict=True)]
         counts = [max(0, min(size, values - rank * size)) for values, size in sizes]
         self.sharded = ShardedCast(self.groups, self.parameters[0].device, counts)
+        # sizes do not change, so the host adds bytes up once and not at each step
         sent = [
             bytes_of_encoded(_GATHER, ranks, size * weight.element_size(), ((_GATHER, size), ("all_reduce", 4)))
             for weight, (_, size) in zip(self.parameters, sizes, strict=True)
@@ -182,6 +183,7 @@ class GatheredWeights:
         for gathered in alone:
             gathered.layer.register_state_dict_pre_hook(restore_weight)
             gathered.layer.register_load_state_dict_pre_hook(restore_weight)
+        # of all or none: who reads a weight in 16 bits waits for no stream
         beside = len(alone) == len(self._weights) > 0 and alone[0].flat.is_cuda
         self._stream = torch.cuda.Stream(alone[0].flat.device) if beside else None
 
@@ -290,9 +292,11 @@ class GatheredWeights:
     @torch.no_grad()
     def publish(self, given: Mapping[GatheredWeight, Shard]) -> None:
         """Cast, gather and hand to the layers the weights of this step."""
+        # steps mostly update the same weights; experts without tokens get no gradient
         if self._plan is None or self._plan.updated != list(given):
             self._plan = self._planned(list(given))
         masters = self._optimizer.working_to_master_param
+        # one without a gradient is cast again too: its group's scale may have changed
         weights = {other: other.layer.held_weight for other in self._plan.others}
         given = {**given, **{each: Shard(masters[id(weight)].to(weight.device)) for each, weight in weights.items()}}
         with self._beside():

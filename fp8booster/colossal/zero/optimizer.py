@@ -329,6 +329,7 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
             the gathers of weights in 16 bits, and the amax of each master where it is known: float32 [], on its device.
         """
         in_16_bits = _in_16_bits(updates)
+        # asked at each step: hooks may come and go
         reason = one_pass.why_not(self.optim)
         if reason != self._why_by_itself:
             self._why_by_itself = reason

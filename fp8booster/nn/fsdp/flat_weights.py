@@ -145,6 +145,7 @@ class FlatWeights:
         config = self._fp8[0].layer.fp8_config
         fp8_parts = [shard[start:end] for start, end in self._ranges(self._fp8, self._rank)]
         plain_parts = [shard[start:end] for start, end in self._ranges(self._plain, self._rank)]
+        # a gather sends as much of every rank, and ranks differ in how much of theirs is FP8
         size = max(self._message_size(count, shard) for count in self._fp8_counts)
         message = new_message(shard, size * self._ranks)
         own = message[self._rank * size : (self._rank + 1) * size]
@@ -189,6 +190,7 @@ class FlatWeights:
         )
         for place, values in zip(self._plain, plain, strict=True):
             whole[place.start : place.end].copy_(values)
+        # parts of a weight lie in the messages of neighbouring ranks; a copy makes them whole
         fp8 = torch.cat([message[:count] for message, count in zip(messages, self._fp8_counts, strict=True)]).view(
             dtype
         )
