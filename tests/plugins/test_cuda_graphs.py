@@ -21,7 +21,7 @@ TENSOR_PARALLEL = {"tp_size": 2, "pp_size": 1, "zero_stage": 0, "precision": "bf
 PLUGINS = {
     "ZeRO 1": (LowLevelZeroPlugin, {"stage": 1}),
     "ZeRO 2": (LowLevelZeroPlugin, {"stage": 2}),
-    "ZeRO 2, weights in FP8 alone": (LowLevelZeroPlugin, {"stage": 2, "weights_in_16_bits": False}),
+    "ZeRO 2, weights in FP8 alone": (LowLevelZeroPlugin, {"stage": 2, "high_precision": False}),
     "ZeRO 1, gathers during forward": (LowLevelZeroPlugin, {"stage": 1, "overlap_allgather": True}),
     "DDP": (TorchDDPPlugin, {}),
     "hybrid": (HybridParallelPlugin, {"tp_size": 1, "pp_size": 1, "zero_stage": 1, "precision": "bf16"}),
@@ -50,7 +50,7 @@ def test_captured_layers_train_as_they_are(name: str, monkeypatch: pytest.Monkey
         config = FP8Config(
             always=True,
             cuda_graphs=graphs,
-            weight_copies=WeightCopies(high_precision=given.pop("weights_in_16_bits", None)),
+            weight_copies=WeightCopies(high_precision=given.pop("high_precision", None)),
         )
         if kind is LowLevelZeroPlugin:
             given["precision"] = "bf16"
