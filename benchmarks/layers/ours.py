@@ -60,7 +60,7 @@ def amax_delivered(weight: nn.Parameter) -> Forward:
     def forward(x: torch.Tensor, inputs: Inputs) -> torch.Tensor:
         x8 = Casts(CONFIG).quantize(INPUT, x, transposed=True, amax=inputs.x_amax)
         deliver_amax(inputs.dy, inputs.dy_amax)
-        return linear_from_quantized(x, weight, None, x8, w, Casts(Casts(Casts(CONFIG))))
+        return linear_from_quantized(x, weight, None, x8, w, Casts(CONFIG))
 
     return forward
 
@@ -71,7 +71,7 @@ def compiled(weight: nn.Parameter) -> Forward:
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         x8 = Casts(CONFIG).quantize(INPUT, x, transposed=True)
-        return linear_from_quantized(x, weight, None, x8, w, Casts(Casts(Casts(CONFIG))))
+        return linear_from_quantized(x, weight, None, x8, w, Casts(CONFIG))
 
     compiled_forward = torch.compile(forward, dynamic=False, fullgraph=True)
     return lambda x, inputs: compiled_forward(x)

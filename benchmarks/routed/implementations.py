@@ -18,6 +18,7 @@ from benchmarks.routed.work import Products, Work
 from fp8booster import FP8Config, convert_to_fp8
 from fp8booster.nn.experts.dispatch import run_experts
 from fp8booster.nn.experts.grouped_linear import GroupedWeight, cast_experts, grouped_linear
+from fp8booster.nn.weights.casting import Casts
 
 CONFIG = FP8Config(layers=lambda *_: True, always=True)
 
@@ -140,13 +141,13 @@ class FP8Grouped(Implementation):
     def cast_weights(self) -> GroupedWeight:
         """The FP8 weights of all experts."""
         weight = self.work.weight
-        return cast_experts(weight.view(-1, weight.shape[2]), len(weight), CONFIG)
+        return cast_experts(weight.view(-1, weight.shape[2]), len(weight), Casts(CONFIG))
 
     def parameters(self) -> list[nn.Parameter]:
         return self.weights
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
-        return grouped_linear(x, self.weights, self.cast, self.groups, CONFIG)
+        return grouped_linear(x, self.weights, self.cast, self.groups, Casts(CONFIG))
 
     def products(self) -> Products:
         y, dx, dw = super().products()

@@ -7,7 +7,7 @@ from torch import nn
 from benchmarks.layers.layer import Inputs, step
 from benchmarks.layers.ours import OURS
 from benchmarks.layers.peers import BASELINE, PEERS
-from fp8booster import tensor
+from fp8booster.scaling import real_time
 
 M, K, N = 32, 64, 48
 
@@ -23,13 +23,13 @@ def work() -> tuple[nn.Parameter, Inputs]:
 def casts(monkeypatch) -> list[tuple[tuple[int, ...], bool]]:
     """Shape of each matrix that is cast, and whether its amax was given."""
     seen = []
-    real = tensor.cast
+    real = real_time.cast
 
     def cast(matrix: torch.Tensor, *arguments: object, **options: object) -> object:
         seen.append((tuple(matrix.shape), options["amax"] is not None))
         return real(matrix, *arguments, **options)
 
-    monkeypatch.setattr(tensor, "cast", cast)
+    monkeypatch.setattr(real_time, "cast", cast)
     return seen
 
 

@@ -13,7 +13,7 @@ def test_finer_scales_keep_what_one_loses() -> None:
     }
     for factor in FACTORS:
         for name in ("fprop", "wgrad", "weight"):
-            assert found["tensorwise, smooth_swiglu", factor][name] > 25
+            assert found["tensorwise, smooth SwiGLU", factor][name] > 25
     assert found["tensorwise", 200]["fprop"] < 25
     assert found["tensorwise", 2000]["fprop"] < 10
     assert found["blockwise", 2000]["wgrad"] > 30
