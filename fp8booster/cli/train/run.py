@@ -89,13 +89,20 @@ def _require_free(out: Path) -> None:
     """Raise ValueError for a folder in which a new run would write over something."""
     if any(out.glob("*/metrics.jsonl")):
         raise ValueError(f"{out} already holds a run; continue it with --resume {out}, or give another --out.")
-    if not (out / RUN_FILE).exists() and (taken := [name for name in _WRITTEN if (out / name).exists()]):
+    if not (out / RUN_FILE).exists() and (taken := [name for name in _WRITTEN if _is_taken(out / name)]):
         raise ValueError(
             f"{out} is no run's folder and has {', '.join(taken)}, which a run would write; give another --out."
         )
     file = next((path for path in (out, *out.parents) if path.exists() and not path.is_dir()), None)
     if file is not None:
         raise ValueError(f"--out is {out}, and {file} is a file; give a folder.")
+
+
+def _is_taken(path: Path) -> bool:
+    """Tell whether something is there already, other than logs that ranks of this launcher have begun."""
+    if is_launched() and path.is_dir() and {each.name for each in path.iterdir()} <= {"logs"}:
+        return False
+    return path.exists()
 
 
 @contextmanager
