@@ -1,4 +1,4 @@
-"""What runs in FP8, and how: one frozen object, validated once."""
+"""Choose what runs in FP8, and how: one frozen object, validated once."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class WeightCopies:
 
 @dataclass(frozen=True)
 class Activations:
-    """How fused layers keep for backward what their products, norms and SwiGLU read."""
+    """The inputs of products, norms and SwiGLU as fused layers keep them for backward."""
 
     saved: str = "16-bit"
     """What norms and SwiGLU of decoder layers read: "16-bit", in the model's dtype, or "8-bit", by groups of 128 values
@@ -106,7 +106,7 @@ class Activations:
 
 @dataclass(frozen=True, kw_only=True)
 class FP8Config:
-    """How linear layers compute in FP8.
+    """The configuration of linear layers in FP8.
 
     The defaults are E4M3 for what flows forward, E5M2 for gradients, one real-time scale a tensor.
 
@@ -249,7 +249,7 @@ class FP8Config:
 
     @property
     def granularity(self) -> str:
-        """How many values share a scale, one of `scaling.GRANULARITIES`."""
+        """Return how many values share a scale, one of `scaling.GRANULARITIES`."""
         return self.scaling.granularity
 
     @property

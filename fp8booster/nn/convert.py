@@ -1,4 +1,4 @@
-"""Which linear layers and experts of a model compute in FP8, and why the others do not."""
+"""Choose the linear layers and experts of a model that compute in FP8, and remember why the others do not."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def _routers(model: nn.Module) -> set[int]:
 
 
 def _counts_of_experts(module: nn.Module) -> set[int] | None:
-    """How many experts the children of a module are or hold, by all that tells; None: they hold none."""
+    """Return how many experts the children of a module are or hold, by all that tells; None: they hold none."""
     holders = [child for name, child in module.named_children() if _holds_experts(name, child)]
     if not holders:
         return None
@@ -233,14 +233,14 @@ def _holds_experts(name: str, module: nn.Module) -> bool:
 
 
 def _scores(module: nn.Module, counts: Collection[int]) -> bool:
-    """Whether a module next to experts gives one number for each, and not, as a block does, features as it reads."""
+    """Tell whether a module next to experts gives a number for each, and not features as it reads, as a block does."""
     layers = [layer for layer in module.modules() if is_linear(layer) and not _is_elsewhere(layer)]
     sizes = [product_features(layer) for layer in layers]
     return any(outputs in counts for _, outputs in sizes) and all(outputs != sizes[0][0] for _, outputs in sizes)
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear layer: nn.Linear, an FP8 layer, or what looks like them."""
+    """Tell whether a module is a linear layer: nn.Linear, an FP8 layer, or what looks like them."""
     weight = module._parameters.get("weight")
     return isinstance(module, (nn.Linear, FP8Layer, *known_kinds())) or (
         weight is not None
@@ -261,7 +261,7 @@ def linear_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def weights_outside(model: nn.Module) -> list[tuple[str, nn.Module, str, Kept]]:
-    """What products may read besides the weights of linear layers: (module's path, module, parameter's name, why).
+    """Return what products may read besides linear layers' weights: (module's path, module, parameter's name, why).
 
     Experts held as one parameter, the input projection of `nn.MultiheadAttention`, convolutions, whatever has two or
     more dimensions larger than one. Not embeddings and norms, which multiply no matrices; their classes are known by
@@ -315,14 +315,14 @@ def _remember_outside(model: nn.Module, experts: Mapping[nn.Module, str]) -> Non
 
 
 def _is_elsewhere(module: nn.Module) -> bool:
-    """Whether a layer is a shell, whose weight another pipeline stage holds."""
+    """Tell whether a layer is a shell, whose weight another pipeline stage holds."""
     return "weight" in module._parameters and module._parameters["weight"] is None
 
 
 def why_kept(
     name: str, module: nn.Module, config: FP8Config, kinds: Kinds = KINDS, *, asked: bool = False
 ) -> str | None:
-    """Why a linear layer stays in high precision under a configuration, or None if it computes in FP8.
+    """Return why a linear layer stays in high precision under a configuration, or None if it computes in FP8.
 
     `asked`: it was asked for, whatever `config.layers` says.
     """
@@ -375,5 +375,5 @@ def _original(module: nn.Module) -> type[nn.Module]:
 
 
 def kept_reason(module: nn.Module) -> str:
-    """Why a linear layer of a converted or unconverted model is not in FP8."""
+    """Return why a linear layer of a converted or unconverted model is not in FP8."""
     return module.__dict__[_KEPT].reason if _KEPT in module.__dict__ else "use_fp8 is off"

@@ -71,7 +71,7 @@ def _check(config: FP8Config, calibrates: bool) -> None:
 
 
 def _kinds() -> Kinds:
-    """What layers turn into; transformers need not be installed."""
+    """Return what layers turn into; transformers need not be installed."""
     kinds: dict[type[nn.Module], type[FP8Layer]] = {nn.Linear: FrozenFP8Linear}
     if "transformers.pytorch_utils" in sys.modules:
         from fp8booster.nn.linear.conv1d import FrozenFP8Conv1D

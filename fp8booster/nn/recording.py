@@ -86,7 +86,7 @@ class _Operands:
 
 
 class Recording:
-    """What `record` began; a context that ends it. `close` does, too."""
+    """A recording that `record` began; a context that ends it. `close` does, too."""
 
     def __init__(self, model: nn.Module, recorder: Recorder, rules: Watchdog, warn: Callable[[str], object]) -> None:
         self._model, self._recorder, self._rules, self._warn = model, recorder, rules, warn
@@ -122,7 +122,7 @@ class Recording:
         self._recorder.end_step()
 
     def allows_step(self, value: float | torch.Tensor, agreed: bool = False) -> bool:
-        """Whether the optimizer shall step, given the norm of the gradients, or the loss. Every rank calls it.
+        """Tell whether the optimizer shall step, given the norm of the gradients, or the loss. Every rank calls it.
 
         It is the number that the host waits for. Clipping gives the norm anyway.
 
@@ -326,7 +326,7 @@ def record(
 
 
 def _is_in_backward() -> bool:
-    """Whether forward runs again for its backward, and has cast before what it casts now."""
+    """Tell whether forward runs again for its backward, and has cast before what it casts now."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -370,8 +370,10 @@ def _broken_parameters(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _has_values(parameter: torch.Tensor) -> bool:
-    """Whether a parameter's memory holds its values: engines show one NaN through its shape where there is an FP8 copy
-    alone, and Gemini, whose parameters are of a class of their own, has gradients there after a backward.
+    """Tell whether a parameter's memory holds its values.
+
+    Engines show one NaN through its shape where there is an FP8 copy alone, and Gemini, whose parameters are of a class
+    of their own, has gradients there after a backward.
     """
     own = type(parameter) is nn.Parameter or hasattr(parameter, "to_local")
     return own and (parameter.numel() == 1 or any(parameter.stride()))

@@ -1,4 +1,4 @@
-"""What computes in FP8 and what does not: one row for every linear layer, and for each other weight of products."""
+"""Report what computes in FP8 and what does not: a row for every linear layer, and for each other weight of products."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class LayerRow:
 
     @property
     def weights(self) -> int:
-        """How many weights its products read."""
+        """Return how many weights its products read."""
         return prod(self.shape)
 
 
@@ -86,7 +86,7 @@ class GroupedRow:
 
 @dataclass(frozen=True)
 class Report:
-    """What a model multiplies by, by what the products are computed in. `str()` gives the table."""
+    """The weights that a model multiplies by, by the precision of the products. `str()` gives the table."""
 
     rows: tuple[LayerRow, ...]
     """Its linear layers."""
@@ -135,7 +135,7 @@ class Report:
 
     @property
     def share(self) -> float:
-        """How many of the weights of matrix products are in FP8, from 0 to 1."""
+        """Return how many of the weights of matrix products are in FP8, from 0 to 1."""
         every = (*self.rows, *self.outside)
         return _share([row for row in every if row.precision == "FP8"], every)
 
@@ -282,14 +282,14 @@ def _attention(model: nn.Module) -> str | None:
 
 
 def _saving_in_8_bits(model: nn.Module) -> Counter[str]:
-    """How many norms and activations save in 8 bits what they read; each expert has a SwiGLU, grouped or not."""
+    """Return how many norms and activations save in 8 bits what they read; each expert has a SwiGLU, grouped or not."""
     grouped = {each for block in grouped_experts(model) if block.saves_in_8_bits for each in block.experts}
     saves = attrgetter("saves_in_8_bits")
     return _fused_parts(model, lambda _, config: saves(config), saves, grouped)
 
 
 def _recomputed(model: nn.Module) -> Counter[str]:
-    """How many norms and activations have outputs that `FP8Config.recompute` lets backward compute again."""
+    """Return how many norms and activations have outputs that `FP8Config.recompute` lets backward compute again."""
     return _fused_parts(
         model,
         lambda block, config: config.recomputes_norms and _reads_its_own_tokens(block),
@@ -298,7 +298,7 @@ def _recomputed(model: nn.Module) -> Counter[str]:
 
 
 def _reads_its_own_tokens(block: nn.Module) -> bool:
-    """Whether no product of a block reads tokens that ranks gather, which backward does not make again."""
+    """Tell whether no product of a block reads tokens that ranks gather, which backward does not make again."""
     exchanges = (each.fp8_exchange() for each in block.modules() if isinstance(each, FP8Layer))
     return all(exchange is None or exchange.input_key is None for exchange in exchanges)
 
@@ -309,7 +309,7 @@ def _fused_parts(
     has_activations: Callable[[FP8Config], bool],
     more: Collection[nn.Module] = (),
 ) -> Counter[str]:
-    """How many fused norms and activations there are, of which a configuration asks something, and experts besides.
+    """Count fused norms and activations of which a configuration asks something, and experts besides.
 
     Args:
         model: to look through.
@@ -378,7 +378,7 @@ def _row(name: str, shape: tuple[int, ...], weight: torch.Tensor, notes: str, pr
 
 
 def _stored_weight(module: nn.Module) -> torch.Tensor:
-    """What tells dtype and training of a layer's weight: that, or what a parametrization computes it from.
+    """Return what tells dtype and training of a layer's weight: that, or what a parametrization computes it from.
 
     To look at a weight that is kept in FP8 is to decode it. To look at a parametrized one is to compute it, which may
     change it (spectral norm) and cannot be done between forwards where an engine shards what it is made of.

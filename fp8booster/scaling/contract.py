@@ -25,7 +25,7 @@ values of a token and for each block of 128 x 128 values of a weight, on Hopper 
 
 
 class State:
-    """What a strategy keeps for the operands of one layer, or of several that are multiplied as one."""
+    """The state that a strategy keeps for the operands of one layer, or of several that are multiplied as one."""
 
     by_channel: ClassVar[bool] = False
     """Input and weight have a factor for each channel of the input, found when the weight is cast: the weight of a call

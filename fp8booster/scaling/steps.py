@@ -1,4 +1,4 @@
-"""How often the optimizers of this process have stepped, as `freshness` sees it."""
+"""Count the steps of the optimizers of this process, as `freshness` sees them."""
 
 from __future__ import annotations
 

@@ -22,7 +22,6 @@ from fp8booster.kernels.norms import norms_of
 from fp8booster.kernels.rowwise_cast import rowwise_cast
 from fp8booster.kernels.scales import amax_of, scale_of
 from fp8booster.kernels.shard_cast import cast_shards, unpack
-from fp8booster.scaling import RealTime
 from tests.kernels.adam_shards import RATES, copied, far_apart, shards
 from tests.kernels.interpreted import interpreted
 from tests.kernels.matrices import VIEWS, exact, same, special, spread
@@ -53,7 +52,7 @@ def matrix_casts_differ() -> Iterator[str]:
     from fp8booster.kernels.rowwise_cast_triton import rowwise_cast_triton
 
     def both(case: str, matrix: torch.Tensor, dtype: torch.dtype, power_of_two: bool, **layouts: bool):
-        options = {**layouts, "scaling": RealTime(power_of_two=power_of_two)}
+        options = {**layouts, "power_of_two": power_of_two}
         ours, reference = (f(matrix, dtype, amax=None, **options) for f in (cast_triton, cast.reference))
         yield "cast " + case, ours, reference
         options["power_of_two"] = True

@@ -1,4 +1,4 @@
-"""What `--plugin-option` and `--fp8-option` set: `key=value` pairs for a plugin's constructor and for FP8Config."""
+"""Parse `--plugin-option` and `--fp8-option`: `key=value` pairs for a plugin's constructor and for FP8Config."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class GroupedExperts:
 
     @property
     def why_one_by_one(self) -> str | None:
-        """Why the experts run one by one in training, or did for some batches; None where they run as grouped products.
+        """Return why the experts run one by one in training, or did for some batches; None: in grouped products.
 
         What only a batch shows is known after it.
         """
@@ -112,7 +112,7 @@ class GroupedExperts:
 
     @property
     def saves_in_8_bits(self) -> bool:
-        """Whether gate and up are saved so for backward by grouped products, as far as is known."""
+        """Tell whether gate and up are saved so for backward by grouped products, as far as is known."""
         return self.why_one_by_one is None and gate_up_down(self.experts[0])[-1].fp8_config.saves_in_8_bits
 
     def products(self) -> list[list[FP8Layer]]:
@@ -131,7 +131,7 @@ class GroupedExperts:
         weight_gradient_factors: Sequence[float] | torch.Tensor | None = None,
         usual_rows: float | None = None,
     ) -> torch.Tensor | None:
-        """What `experts.run_experts` gives, or None: run the experts one by one.
+        """Return what `experts.run_experts` gives, or None: run the experts one by one.
 
         Args:
             tokens, counts, weight_gradient_factors, usual_rows: as in `run_experts`.
@@ -165,7 +165,7 @@ class GroupedExperts:
         return unpermute(x, layout)
 
     def _why_not(self, tokens: torch.Tensor, rows: float) -> str | None:
-        """Why the experts cannot run as one on these tokens, in training."""
+        """Return why the experts cannot run as one on these tokens, in training."""
         if (reason := self._why_never()) is not None:
             return reason
         if torch.is_autocast_enabled(tokens.device.type):
@@ -187,7 +187,7 @@ class GroupedExperts:
         return None
 
     def _why_slower(self, rows: float) -> str | None:
-        """Why grouped products of so many rows in all would take longer, or None where they would not."""
+        """Return why grouped products of so many rows in all would take longer, or None where they would not."""
         gate, _, down = gate_up_down(self.experts[0])
         config, count = down.fp8_config, len(self.experts)
         outputs, inputs = gate.held_weight.shape
@@ -202,7 +202,7 @@ class GroupedExperts:
         return "too few tokens for so few experts"
 
     def _why_never(self) -> str | None:
-        """Why the experts, as they are, cannot run as one on any tokens."""
+        """Return why the experts, as they are, cannot run as one on any tokens."""
         if len(self.experts) < 2:
             return "one expert"
         first: list[FP8Layer] = []
@@ -228,7 +228,7 @@ class GroupedExperts:
 
 
 def _why_not_like(layer: nn.Module, same: FP8Layer) -> str | None:
-    """Why a layer cannot be computed together with the same one of the first expert, or None where it can."""
+    """Return why a layer cannot be computed together with the same one of the first expert, or None where it can."""
     # asked of hundreds of layers at each call: parameters are looked up where they are, past nn.Module's search
     if type(layer) is not FP8Linear:
         return f"{type(layer).__name__} has no grouped form"

@@ -40,7 +40,7 @@ _DOWN = "down_proj"
 
 
 def are_experts(module: nn.Module) -> bool:
-    """Whether a module holds experts as transformers 5 does, and says how they are computed."""
+    """Tell whether a module holds experts as transformers 5 does, and says how they are computed."""
     told = vars(module)
     return (
         isinstance(told.get("is_transposed"), bool)
@@ -55,12 +55,12 @@ def _is_stack(parameter: nn.Parameter | None) -> bool:
 
 
 def _names(module: nn.Module) -> tuple[str, str]:
-    """What a module's two parameters are called."""
+    """Return what a module's two parameters are called."""
     return ("gate_up_proj" if vars(module).get("has_gate", True) else "up_proj"), _DOWN
 
 
 def why_not(module: nn.Module, config: FP8Config) -> str | None:
-    """Why experts that a module holds cannot compute in FP8, or None where they can."""
+    """Return why experts that a module holds cannot compute in FP8, or None where they can."""
     if "forward" in vars(module):
         return "a forward of its own, which must run"
     if _has_rewritten_forward(getattr(type(module), "original", type(module))):
@@ -76,7 +76,7 @@ def why_not(module: nn.Module, config: FP8Config) -> str | None:
 
 
 def _has_rewritten_forward(cls: type[nn.Module]) -> bool:
-    """Whether a class has another forward than the one that transformers gave it, or its base, with `_apply_gate`."""
+    """Tell whether a class has another forward than transformers gave it, or its base, with `_apply_gate`."""
     ways = [next(number for number, each in enumerate(cls.__mro__) if name in vars(each)) for name in _GIVEN]
     return ways[0] < ways[1]
 
@@ -139,11 +139,11 @@ class FP8Experts(nn.Module):
 
     @property
     def in_fp8(self) -> bool:
-        """Whether FP8 products run, or have run for some calls, as far as is known."""
+        """Tell whether FP8 products run, or have run for some calls, as far as is known."""
         return self._fp8_ran or not self._fp8_reasons
 
     def fp8_notes(self) -> str:
-        """What the report says besides the precision."""
+        """Return what the report says besides the precision."""
         notes = ["experts held as one, in grouped products"] if self.in_fp8 else []
         if self.in_fp8 and self.fp8_config.emulate:
             notes.append("emulated in FP32")
@@ -155,7 +155,7 @@ class FP8Experts(nn.Module):
         return "; ".join(notes)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """What the module computes: of tokens [T, H] with their experts and these' weights, [T, k], it makes [T, H]."""
+        """Return [T, H], of tokens [T, H] with their experts and these' weights, [T, k], as the module computes it."""
         mixture = FP8Experts._mixture
         if torch.compiler.is_compiling():  # the host reads how many rows an expert gets
             mixture = torch.compiler.disable(mixture)
@@ -180,7 +180,7 @@ class FP8Experts(nn.Module):
         return None
 
     def _why_not_now(self, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> str | None:
-        """Why not on these tokens."""
+        """Return why not on these tokens."""
         up, down = (getattr(self, name) for name in self.fp8_weights)
         if vars(self).get("_is_expert_parallel"):
             return "transformers spreads the experts over ranks"
@@ -231,7 +231,7 @@ class FP8Experts(nn.Module):
 
     @property
     def _fused_kind(self) -> str | None:
-        """What the kernel between the products computes now; None: the module's own activation runs."""
+        """Return what the kernel between the products computes now; None: the module's own activation runs."""
         if not self.fp8_config.fused:
             return None
         if self._is_gated and ("_apply_gate" in vars(self) or not gates_by_activation(self.original)):
@@ -240,7 +240,7 @@ class FP8Experts(nn.Module):
 
     @property
     def _own_activation(self) -> Any:
-        """What the module has between the products."""
+        """Return what the module has between the products."""
         return self._apply_gate if self._is_gated else self.act_fn
 
     def _product(self, name: str, x: torch.Tensor, groups: Groups, biased: torch.Tensor | None) -> torch.Tensor:

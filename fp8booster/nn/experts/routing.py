@@ -39,7 +39,7 @@ class Routes(NamedTuple):
 
 
 def count_rows(chosen: torch.Tensor, experts: int, out: torch.Tensor) -> torch.Tensor:
-    """How many rows each expert gets; unlike `torch.bincount`, without making the host wait for a GPU.
+    """Return how many rows each expert gets; unlike `torch.bincount`, without making the host wait for a GPU.
 
     Args:
         chosen: integers [T, k].
@@ -51,7 +51,7 @@ def count_rows(chosen: torch.Tensor, experts: int, out: torch.Tensor) -> torch.T
 
 
 def rows_of_experts(chosen: torch.Tensor, experts: int) -> HostCopy:
-    """How many rows each expert gets, on their way to the host.
+    """Return how many rows each expert gets, on their way to the host.
 
     Args:
         chosen, experts: as in `count_rows`.

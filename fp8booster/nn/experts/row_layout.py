@@ -1,4 +1,4 @@
-"""Where tokens lie for grouped products: sorted by expert, each expert's rows padded with zeros to a multiple of 16."""
+"""Lay tokens out for grouped products: sorted by expert, each expert's rows padded with zeros to a multiple of 16."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RowLayout(NamedTuple):
 
     @classmethod
     def of(cls, counts: Sequence[Sequence[int]], device: torch.device) -> RowLayout:
-        """Where tokens go that lie by sender, and of each sender by expert.
+        """The places of tokens that lie by sender, and of each sender by expert.
 
         Args:
             counts: tokens from each sender for each expert, [senders][experts].
@@ -56,7 +56,7 @@ def permute(tokens: torch.Tensor, layout: RowLayout) -> torch.Tensor:
 
 
 def unpermute(rows: torch.Tensor, layout: RowLayout) -> torch.Tensor:
-    """What lies in the tokens' rows, [T, ...]; differentiable."""
+    """Return what lies in the tokens' rows, [T, ...]; differentiable."""
     return linear_map(rows, partial(_out_of_rows, layout=layout), partial(_into_rows, layout=layout))
 
 

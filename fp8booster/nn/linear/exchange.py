@@ -1,4 +1,4 @@
-"""What ranks may exchange around a layer's three products. The base class exchanges nothing."""
+"""The exchanges of ranks around a layer's three products. The base class exchanges nothing."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ class FrozenLayer(FP8Layer):
 
     @property
     def fp8_weight(self) -> FrozenWeight:  # type: ignore[override]
-        """What gives the matrix."""
+        """Return what gives the matrix."""
         return FrozenWeight(self.quantized)
 
     @property
@@ -162,7 +162,7 @@ class FrozenLayer(FP8Layer):
         return linear_from_quantized(input, stand_in, bias, x, self.quantized, self.fp8_casts)
 
     def cast_input(self, input: torch.Tensor) -> QuantizedMatrix:
-        """What fprop reads of an input that is not empty; layers of one input share it."""
+        """Return what fprop reads of an input that is not empty; layers of one input share it."""
         config, rows = self.fp8_config, input.numel() // input.shape[-1]
         again = reusable(input, self.fp8_data)
         if not (again and rows in self.in_fp8):

@@ -91,7 +91,7 @@ def linear_map(tensor: torch.Tensor, forward: Map, backward: Map) -> torch.Tenso
 
 @dataclass(eq=False)  # not frozen: such a one takes longer to make
 class _How:
-    """What one call computes, and how."""
+    """The operands and options of one call."""
 
     operands: tuple[QuantizedMatrix, ...]
     """Of fprop: x, [M16, K16], and w, [N16, K16]; none behind it, for backward finds what autograd saved."""

@@ -1,4 +1,4 @@
-"""What every layer whose products run in FP8 has in common, whatever class of layer it was."""
+"""The mixin of every layer whose products run in FP8, whatever class of layer it was, and `nn.Linear` in FP8."""
 
 from __future__ import annotations
 
@@ -135,12 +135,12 @@ class FP8Layer(nn.Module):
 
     @property
     def has_run(self) -> bool:
-        """Whether the layer was called, outside compiled code, on any tokens."""
+        """Tell whether the layer was called, outside compiled code, on any tokens."""
         return bool(self.in_fp8) or self.ran_in_evaluation
 
     @classmethod
     def why_not(cls, module: nn.Module) -> str | None:
-        """Why a layer of the class `original` cannot turn into this class, or None where it can."""
+        """Return why a layer of the class `original` cannot turn into this class, or None where it can."""
         return None
 
     def fp8_exchange(self) -> Exchange | None:
@@ -148,11 +148,11 @@ class FP8Layer(nn.Module):
         return None
 
     def fp8_defer(self) -> Defer | None:
-        """What computes the weight's gradient later, as in `linear_from_quantized`; None: backward does it."""
+        """Return what computes the weight's gradient later, as in `linear_from_quantized`; None: backward does it."""
         return None
 
     def fp8_merges_by(self) -> Hashable | None:
-        """What layers of one input have in common whose products may be one; None: this layer's stays its own."""
+        """Return a key that layers of one input share whose products may be one; None: this layer's stays its own."""
         return None
 
     @property
@@ -165,7 +165,7 @@ class FP8Layer(nn.Module):
 
     @property
     def why_cast_by_itself(self) -> str | None:
-        """Why no engine casts the layer's weight, under one scale; None where it may."""
+        """Return why no engine casts the layer's weight, under one scale; None where it may."""
         return self.fp8_casts.why_not_by_engines
 
     def in_product_layout(self, stored: QuantizedMatrix) -> QuantizedMatrix:
@@ -251,7 +251,7 @@ class FP8Layer(nn.Module):
         return super().train(mode)
 
     def _computes_in_fp8(self, rows: int, matrix: torch.Tensor, again: bool) -> bool:
-        """Whether FP8 pays for so many tokens; what was found is kept where casts are."""
+        """Tell whether FP8 pays for so many tokens; what was found is kept where casts are."""
         if again and rows in self.in_fp8:
             return self.in_fp8[rows]
         outputs, inputs = matrix.shape
@@ -280,7 +280,7 @@ class FP8Layer(nn.Module):
         return self.__dict__
 
     def fp8_notes(self) -> str:
-        """What the report says besides the precision: emulation, sizes padded as "from->to", token counts in BF16."""
+        """Return the report's notes: emulation, sizes padded as "from->to", token counts in BF16."""
         notes = ["emulated in FP32"] if self.fp8_config.emulate else []
         notes += self.fp8_weight.notes_of_scaling(self.fp8_casts)
         if self.fp8_weight.was_read:
@@ -311,7 +311,7 @@ def held_weight(layer: nn.Module) -> torch.Tensor:
 
 
 def config_around(layers: Iterable[nn.Module | None]) -> FP8Config | None:
-    """What is asked of what is fused around some layers: the first FP8 layer's configuration; None: none is in FP8."""
+    """Return the configuration for what is fused around some layers: the first FP8 layer's; None: none is in FP8."""
     for layer in map(without_adapter, layers):
         if isinstance(layer, FP8Layer):
             return layer.fp8_config

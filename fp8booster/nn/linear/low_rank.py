@@ -43,7 +43,7 @@ class LowRank(NamedTuple):
 
 
 def low_rank_of(module: nn.Module) -> LowRank | None:
-    """What a layer of peft's with LoRA computes, if it is that on a frozen FP8 layer and no more.
+    """Return what a layer of peft's with LoRA computes, if it is that on a frozen FP8 layer and no more.
 
     None where peft's own forward has more to do: dropout, DoRA, several adapters, one that is merged or disabled, hooks
     on what is inside.
@@ -81,12 +81,12 @@ def low_rank_adapters(model: nn.Module) -> set[int]:
 
 
 def _varies(module: Any, name: str) -> bool:
-    """Whether newer versions of peft have something else than LoRA under the name."""
+    """Tell whether newer versions of peft have something else than LoRA under the name."""
     return name in getattr(module, "lora_variant", ())
 
 
 def low_rank_product(input: torch.Tensor, modules: Sequence[nn.Module]) -> torch.Tensor | None:
-    """What layers with adapters make of one input, side by side; None: call them one by one.
+    """Return what layers with adapters make of one input, side by side; None: call them one by one.
 
     They are called where one is not as `low_rank_of` knows it, has finer scales than one a tensor, a bias that trains,
     or hooks and others beside it; where autocast would cast the input; and in compiled code.
@@ -125,7 +125,7 @@ def low_rank_product(input: torch.Tensor, modules: Sequence[nn.Module]) -> torch
 
 
 def _fits(part: LowRank, input: torch.Tensor, parts: Sequence[LowRank]) -> bool:
-    """Whether a layer runs in the one function with the others."""
+    """Tell whether a layer runs in the one function with the others."""
     layer, first = part.layer, parts[0].layer
     bias = layer.bias
     if layer.fp8_config.finer_scales or (bias is not None and bias.requires_grad):
@@ -143,7 +143,7 @@ def _fits(part: LowRank, input: torch.Tensor, parts: Sequence[LowRank]) -> bool:
 
 @dataclass(eq=False)
 class _How:
-    """What one call computes, and how."""
+    """The layers and the recipe of one call."""
 
     parts: tuple[LowRank, ...]
     recipe: Recipe | None

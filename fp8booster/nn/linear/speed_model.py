@@ -1,4 +1,4 @@
-"""Whether FP8 pays for a layer of a given size on a given GPU: a model of the time its products and casts take.
+"""Tell whether FP8 pays for a layer of a given size on a given GPU: a model of the time its products and casts take.
 
     BF16   three products
     FP8    three faster products, and the casts of input and output gradient, each read twice and written twice
@@ -22,7 +22,7 @@ CAST_BYTES = 6
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast a GPU does what a linear layer consists of."""
+    """The rates at which a GPU does the parts of a linear layer."""
 
     bf16: float
     """BF16 products, operations a second."""
@@ -46,7 +46,7 @@ without the host's part (benchmarks/results/h200/choice.md): the model is on the
 
 
 def speedup(rows: int, inputs: int, outputs: int, rates: Rates) -> float:
-    """How much faster a layer's forward and backward are in FP8 than in BF16, by the model.
+    """Return how much faster a layer's forward and backward are in FP8 than in BF16, by the model.
 
     Args:
         rows: tokens.
@@ -61,7 +61,7 @@ def speedup(rows: int, inputs: int, outputs: int, rates: Rates) -> float:
 
 
 def fp8_pays(rows: int, inputs: int, outputs: int, device: torch.device) -> bool:
-    """Whether a layer of this size is faster in FP8 on this device, as far as its rates are known."""
+    """Tell whether a layer of this size is faster in FP8 on this device, as far as its rates are known."""
     # a compiler traces through the look-up, and would warn of the cache
     rates = _look_up(device) if torch.compiler.is_compiling() else _looked_up(device)
     return rates is None or speedup(rows, inputs, outputs, rates) > 1
@@ -72,7 +72,7 @@ def _look_up(device: torch.device) -> Rates | None:
 
 
 def computes_in_fp8(config: FP8Config, rows: int, inputs: int, outputs: int, device: torch.device) -> bool:
-    """Whether a layer computes in FP8: where that pays, or is asked for, or no 16-bit weight is kept to compute with.
+    """Tell whether a layer computes in FP8: where that pays, or is asked for, or no 16-bit weight is kept.
 
     Args:
         config: of the layer.
@@ -98,5 +98,5 @@ class TokenCounts(dict[int, bool]):
 
     @property
     def note(self) -> str:
-        """What a list of them leaves out, for its end."""
+        """Return what a list of them leaves out, for its end."""
         return f", of the first {MOST_TOKEN_COUNTS} token counts" if len(self) == MOST_TOKEN_COUNTS else ""

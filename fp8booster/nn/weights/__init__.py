@@ -1,1 +1,1 @@
-"""Where the FP8 weights of layers come from, and when they are no longer what the weights are."""
+"""Sources of the FP8 weights of layers, and of when they are stale."""

@@ -49,7 +49,7 @@ class _Source(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Use:
-    """What a layer asked of a source."""
+    """The arguments with which a layer asked a source."""
 
     source: _Source
     weights: tuple[torch.Tensor, ...]
@@ -62,13 +62,13 @@ class Use:
 
 
 class Copies:
-    """Whether copies that were pinned count as fresh in this process, inside `copies_are_held`."""
+    """A flag: copies that were pinned count as fresh in this process, inside `copies_are_held`."""
 
     held = False
 
 
 class _Thread(threading.local):
-    """What a thread does at the moment: others may run other layers, or the same in evaluation."""
+    """The state of a thread: others may run other layers, or the same in evaluation."""
 
     uses: list[Use] | None = None
 
@@ -105,5 +105,5 @@ def copies_are_held() -> Iterator[None]:
 
 
 def are_copies_held() -> bool:
-    """Whether this runs inside `copies_are_held`."""
+    """Tell whether this runs inside `copies_are_held`."""
     return Copies.held

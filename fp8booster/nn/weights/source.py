@@ -129,7 +129,7 @@ class WeightSource:
         raise NotImplementedError
 
     def is_provided(self, weights: Sequence[torch.Tensor]) -> bool:
-        """Whether an engine gives the matrix of the weights as they are; then `forward` is asked in every mode."""
+        """Tell whether an engine gives the matrix of the weights as they are; then `forward` is asked in every mode."""
         return False
 
     def invalidate(self, weights: Sequence[torch.Tensor]) -> None:
@@ -231,7 +231,7 @@ class PinnedCopy:
         )
 
     def serves(self, weights: Sequence[torch.Tensor], casts: Casts, transpose: bool) -> bool:
-        """Whether it is of these weights where they are now, so cast."""
+        """Tell whether it is of these weights where they are now, so cast."""
         return (
             len(weights) == len(self._weights)
             and all(one is other for one, other in zip(weights, self._weights, strict=True))
