@@ -1,4 +1,4 @@
-"""Report what computes in FP8 and what does not: a row for every linear layer, and for each other weight of products."""
+"""Report what computes in FP8 and what does not: a row for each linear layer, and for each other weight of products."""
 
 from __future__ import annotations
 
