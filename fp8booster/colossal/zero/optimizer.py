@@ -272,15 +272,16 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
     def _with(self, gradients: Mapping[nn.Parameter, torch.Tensor]) -> list[Update]:
         """Return the updates of working weights by their gradients, which come to the masters' devices."""
         updates = [(self._parameters[working], gradient) for working, gradient in gradients.items()]
-        return [update._replace(gradient=_on(update.master.device, gradient)) for update, gradient in updates]
+        return [Update(*update[:-1], _on(update.master.device, gradient)) for update, gradient in updates]
 
     def _with_gradients(self) -> list[Update]:
         """Return the updates of a step; parameters without a gradient, such as of a dropped layer, are left out."""
-        found = {
-            working: self.pid_to_grad_store[id(working)].gradient(update.group_id, id(working))
-            for working, update in self._parameters.items()
-        }
-        return self._with({working: gradient for working, gradient in found.items() if gradient is not None})
+        updates = []
+        for update in self._parameters.values():  # no mapping: a tensor's hash costs a call each time
+            gradient = self.pid_to_grad_store[id(update.working)].gradient(update.group_id, id(update.working))
+            if gradient is not None:
+                updates.append(Update(*update[:-1], _on(update.master.device, gradient)))
+        return updates
 
     def _divisor(self) -> torch.Tensor | None:
         """Find the divisor of gradients, which undoes the loss scale and clips by the norm over all ranks.
