@@ -27,6 +27,7 @@ from tests.nn.experts.test_experts import experts, tokens
 from tests.nn.experts.test_held_as_one import HIDDEN, Experts
 from tests.nn.fused.models import batch, build
 from tests.nn.reference import count_calls
+from tests.scaling.waiting import never_waiting
 
 DELAYED = FP8Config(scaling=Delayed(history=2), emulate=True)
 
@@ -293,30 +294,36 @@ def test_the_report_names_the_scaling() -> None:
     assert report(real_time).rows[0].notes == "emulated in FP32"
 
 
-@pytest.mark.gpu
+def noted(casts: Casts) -> torch.Tensor:
+    """The amaxes that are kept for inputs."""
+    if isinstance(casts.scaling, Delayed):
+        return casts.state.by_role[INPUT].amaxes
+    (amaxes,) = casts.state._made.values()
+    return amaxes
+
+
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("config", [DELAYED, FP8Config(scaling="constant", emulate=True)], ids=["delayed", "constant"])
-def test_a_gpu_casts_the_bits_of_the_cpu_and_the_host_does_not_wait(config: FP8Config, known: bool) -> None:
-    on_gpu, on_cpu = Casts.of_layer(config), Casts.of_layer(config)
+def test_devices_cast_the_bits_of_the_cpu_and_the_host_does_not_wait(
+    config: FP8Config, known: bool, device: torch.device
+) -> None:
+    there_casts, casts = Casts.of_layer(config), Casts.of_layer(config)
     for step_number in range(5):
         torch.manual_seed(step_number)
         matrices = [(torch.randn(300, 144) * 2.0**step_number).bfloat16() for _ in range(2)]
         matrices[1][7, 9] = math.inf if step_number == 3 else 0.0
-        there = [matrix.cuda() for matrix in matrices]
+        there = [matrix.to(device) for matrix in matrices]
         amaxes = [matrix.abs().amax(1).float() if known else None for matrix in matrices]
-        amaxes_there = [None if amax is None else amax.cuda() for amax in amaxes]
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        amaxes_there = [None if amax is None else amax.to(device) for amax in amaxes]
+        with never_waiting(device):
             found = [
-                on_gpu.quantize(INPUT, matrix, transposed=True, amax=amax, dtype=formats.E4M3)
+                there_casts.quantize(INPUT, matrix, transposed=True, amax=amax, dtype=formats.E4M3)
                 for matrix, amax in zip(there, amaxes_there, strict=True)
             ]
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         for made, matrix, amax in zip(found, matrices, amaxes, strict=True):
-            expected = on_cpu.quantize(INPUT, matrix, transposed=True, amax=amax, dtype=formats.E4M3)
+            expected = casts.quantize(INPUT, matrix, transposed=True, amax=amax, dtype=formats.E4M3)
             assert all(same(one.cpu(), other) for one, other in zip(made[:3], expected[:3], strict=True))
-        assert same(on_gpu._histories[INPUT].amaxes.cpu(), on_cpu._histories[INPUT].amaxes)
+        assert same(noted(there_casts).cpu(), noted(casts))
         note_step()
 
 
