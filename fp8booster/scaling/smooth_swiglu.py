@@ -157,4 +157,7 @@ def factors_of(inputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 def _above_median(amaxes: torch.Tensor) -> torch.Tensor:
     """The binary logarithm of each over their median's; not finite where one is zero or not finite."""
     octaves = amaxes.log2()
-    return octaves - octaves.where(octaves.isfinite(), torch.nan).nanmedian()
+    finite = octaves.isfinite()
+    ordered = octaves.where(finite, torch.nan).sort().values  # NaN last
+    # torch's own nanmedian makes the host wait for the number of NaN
+    return octaves - ordered.gather(0, (finite.sum(0, keepdim=True) - 1).clamp(min=0) // 2)

@@ -11,8 +11,9 @@ from fp8booster import FP8Config, formats
 from fp8booster.nn.weights import casting
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.scaling import INPUT, OUTPUT_GRADIENT, WEIGHT
-from fp8booster.scaling.smooth_swiglu import ChannelFactors, SmoothSwiGLU, factors_of
+from fp8booster.scaling.smooth_swiglu import ChannelFactors, SmoothSwiGLU, _above_median, factors_of
 from fp8booster.tensor import QuantizedMatrix
+from tests.scaling.waiting import never_waiting
 
 CONFIG = FP8Config(scaling="smooth-swiglu", emulate=True)
 COLUMNS = 16
@@ -37,6 +38,19 @@ COLUMNS = 16
 def test_a_channel_gives_half_of_what_it_is_larger_than_the_median(inputs, weights, powers) -> None:
     found = factors_of(*(torch.tensor(each, dtype=torch.float32) for each in (inputs, weights)))
     assert found.tolist() == [2.0**power for power in powers]
+
+
+def test_the_median_is_torchs_and_the_host_does_not_wait_for_it(device: torch.device) -> None:
+    for channels in (1, 2, 7, 256):
+        for bad in {0, 1, channels // 2, channels}:
+            octaves = torch.randn(channels).round(decimals=1)
+            octaves[:bad] = math.inf
+            amaxes = octaves.exp2().to(device)
+            with never_waiting(device):
+                found = _above_median(amaxes)
+            octaves = amaxes.log2()
+            right = octaves - octaves.where(octaves.isfinite(), math.nan).nanmedian()
+            assert torch.equal(found.nan_to_num(), right.nan_to_num())
 
 
 def of_channels(largest: float, rows: int = 32) -> torch.Tensor:
