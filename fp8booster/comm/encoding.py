@@ -12,6 +12,7 @@ from torch import Tensor
 from fp8booster import formats
 from fp8booster.kernels import block_cast
 from fp8booster.kernels.message_layout import MessageLayout
+from fp8booster.scaling.checks import require_switch
 
 SMALLEST_BLOCK = 32
 LARGEST_BLOCK = 4096
@@ -49,11 +50,7 @@ class Encoding:
 
     def __post_init__(self) -> None:
         formats.require_format(self.format)
-        if type(self.automatic_scaling) is not bool or type(self.power_of_two) is not bool:
-            raise ValueError(
-                f"Encoding.automatic_scaling is {self.automatic_scaling!r} and Encoding.power_of_two is "
-                f"{self.power_of_two!r}; use True or False"
-            )
+        require_switch(self, "power_of_two", "automatic_scaling")
         size = self.block_size
         if size is not None and not (SMALLEST_BLOCK <= size <= LARGEST_BLOCK and size & (size - 1) == 0):
             raise ValueError(

@@ -55,8 +55,8 @@ def why_in_16_bits(
         return of_engine
     if readers > 1:
         return "shared with another module"
-    if layer.why_cast_by_itself is not None:
-        return layer.why_cast_by_itself
+    if layer.fp8_casts.why_not_by_engines is not None:
+        return layer.fp8_casts.why_not_by_engines
     if any(size % ALIGNMENT for size in shape or layer.held_weight.shape):
         return f"size no multiple of {ALIGNMENT}"
     return None
@@ -235,13 +235,14 @@ class ShardedCast:
                 # what an offloaded master is copied to is freed before the next part is
                 launches += [[place] for place in of_device if shards[place].device != device]
                 scale_by = amaxes.to(device).unbind()
-                spare = torch.empty((), dtype=torch.float32, device=device)
+                # scales lie on this device alone: where another casts, what its launch writes of them is dropped
+                spare = None if device == self.device else torch.empty((), dtype=torch.float32, device=device)
                 for some in launches:
                     cast_shards(
                         [shards[place].to(device, non_blocking=device.type == "cuda") for place in some],
                         [scale_by[place] for place in some],
                         [outs[place] for place in some],
-                        [inverse_scales[place] if device == self.device else spare for place in some],
+                        [inverse_scales[place] if spare is None else spare for place in some],
                         power_of_two,
                     )
         counts = self.counts or [out.numel() for out in outs]

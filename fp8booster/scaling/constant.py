@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast as cast_type
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from fp8booster import formats
 from fp8booster.kernels.cast import cast, cast_by, note_amax
@@ -46,17 +47,16 @@ class Constant(Scaling):
     def cast(
         self,
         role: str,
-        matrix: torch.Tensor,
+        matrix: Tensor,
         dtype: torch.dtype,
         *,
-        plain: bool = True,
-        transposed: bool = False,
-        amax: torch.Tensor | None = None,
-        state: State | None = None,
+        amax: Tensor | None = None,
+        state: Any = None,
+        **layouts: bool,
     ) -> QuantizedMatrix:
         """As `Scaling.cast`. An infinity or a NaN makes the inverse scale NaN, as real-time scales would be."""
-        layouts = {"plain": plain, "transposed": transposed, "power_of_two": True}
-        amaxes = cast_type(_Amaxes, state).of(self.fixed_amax(role, dtype), matrix.device)
+        layouts["power_of_two"] = True
+        amaxes = state.of(self.fixed_amax(role, dtype), matrix.device)
         if amax is None:
             data, transpose, inverse_scale, amax = cast_by(matrix, dtype, amaxes[1:], **layouts)
         else:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast as cast_type
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from fp8booster.kernels.cast import cast, cast_by, note_amax
 from fp8booster.kernels.scales import amax_of
@@ -58,18 +59,17 @@ class Delayed(Scaling):
     def cast(
         self,
         role: str,
-        matrix: torch.Tensor,
+        matrix: Tensor,
         dtype: torch.dtype,
         *,
-        plain: bool = True,
-        transposed: bool = False,
-        amax: torch.Tensor | None = None,
-        state: State | None = None,
+        amax: Tensor | None = None,
+        state: Any = None,
+        **layouts: bool,
     ) -> QuantizedMatrix:
         """As `Scaling.cast`. An infinity or a NaN makes the inverse scale NaN, as real-time scales would be."""
-        history = cast_type(_Histories, state).of(role, matrix.device, dtype)
+        history = state.of(role, matrix.device, dtype)
         new_step = history.begin_step()
-        layouts = {"plain": plain, "transposed": transposed, "power_of_two": self.power_of_two}
+        layouts["power_of_two"] = self.power_of_two
         if history.is_first_step:
             amax = amax_of(matrix) if amax is None else amax
             data, transpose, inverse_scale = cast(matrix, dtype, amax=amax, **layouts)

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fp8booster.kernels.blockwise_cast import blockwise_cast
 from fp8booster.kernels.cast import cast
 from fp8booster.kernels.rowwise_cast import rowwise_cast
 from fp8booster.scaling.checks import require_one_of, require_switch
-from fp8booster.scaling.contract import GRANULARITIES, WEIGHT, Scaling, State
+from fp8booster.scaling.contract import GRANULARITIES, WEIGHT, Scaling
 from fp8booster.tensor import QuantizedMatrix
 
 
@@ -45,16 +46,15 @@ class RealTime(Scaling):
     def cast(
         self,
         role: str,
-        matrix: torch.Tensor,
+        matrix: Tensor,
         dtype: torch.dtype,
         *,
-        plain: bool = True,
-        transposed: bool = False,
-        amax: torch.Tensor | None = None,
-        state: State | None = None,
+        amax: Tensor | None = None,
+        state: Any = None,
+        **layouts: bool,
     ) -> QuantizedMatrix:
         """As `Scaling.cast`; finer scales than one a tensor find their own amaxes."""
-        layouts: dict[str, Any] = {"plain": plain, "transposed": transposed, "power_of_two": self.power_of_two}
+        layouts["power_of_two"] = self.power_of_two
         if self.granularity == "tensorwise":
             return QuantizedMatrix(*cast(matrix, dtype, amax=amax, **layouts), None)
         if self.granularity == "rowwise":

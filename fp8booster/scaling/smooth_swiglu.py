@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-from typing import cast as cast_type
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from fp8booster.kernels.rowwise_cast import channel_cast, column_amax
 from fp8booster.scaling.checks import require_switch
@@ -53,17 +53,16 @@ class SmoothSwiGLU(Scaling):
     def cast(
         self,
         role: str,
-        matrix: torch.Tensor,
+        matrix: Tensor,
         dtype: torch.dtype,
         *,
         plain: bool = True,
-        transposed: bool = False,
-        amax: torch.Tensor | None = None,
-        state: State | None = None,
+        amax: Tensor | None = None,
+        state: Any = None,
+        **layouts: bool,
     ) -> QuantizedMatrix:
         """As `Scaling.cast`; by channel, transposes have a scale for each."""
-        layouts: dict[str, Any] = {"plain": plain, "transposed": transposed}
-        state = cast_type(ChannelFactors, state)
+        layouts["plain"] = plain
         if role == OUTPUT_GRADIENT:
             return self.without_state.cast(role, matrix, dtype, amax=amax, **layouts)
         amaxes = column_amax(matrix)

@@ -192,7 +192,7 @@ def layout_of(model: nn.Module, *, in_fp8: bool = True) -> Layout:
         weights[id(layer)]
         for layer in layers
         # nor do engines cast a weight that products would pad
-        if layer.why_cast_by_itself is not None or any(size % ALIGNMENT for size in layer.held_weight.shape)
+        if layer.fp8_casts.why_not_by_engines is not None or any(size % ALIGNMENT for size in layer.held_weight.shape)
     )
     return Layout(
         shapes=names.stored_shapes,

@@ -199,7 +199,7 @@ def adam_updates_differ() -> Iterator[str]:
 
     kinds = (torch.float32, torch.bfloat16), (torch.float32, torch.float32), (torch.float16, torch.float16)
     divisors = (None, torch.tensor(7.0))
-    # a divisor is a matter of the gradient, before rates and dtypes are: each with it and without in turns
+    # a divisor is a matter of the gradient, before rates and dtypes are: each alternates between with it and without
     for place, ((name, rates), (dtype, gradients)) in enumerate(product(RATES.items(), kinds)):
         divisor = divisors[place % 2]
         case = f"{name} {dtype} {gradients} {divisor}"

@@ -82,7 +82,7 @@ class Resume:
     """A run to resume."""
 
     options: TrainOptions
-    """Those of the run, before what the command line changes."""
+    """The options of the run, before the command line changes some."""
     checkpoints: dict[str, str]
     """The checkpoint for each precision that has one."""
 

@@ -8,7 +8,7 @@ from typing import Any
 from fp8booster.reading import first_line
 
 USER_ERRORS = (ValueError, TypeError, OSError)
-"""What the package raises when it is used wrongly, with a sentence that says what to do; others are defects."""
+"""Exceptions of wrong use, each with a sentence that says what to do; others are defects."""
 
 _FULL_DISK = (
     "No space left on device",

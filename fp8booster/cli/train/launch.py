@@ -46,7 +46,7 @@ class Task:
     resume: str | None
     """Checkpoint to continue from."""
     about: dict[str, Any] = field(default_factory=dict)
-    """What rank 0 keeps beside the options in the run's folder, once all ranks are ready to train; empty: nothing."""
+    """Facts that rank 0 keeps beside the options in the run's folder, once all ranks are ready; empty: nothing."""
 
     @property
     def folder(self) -> Path:

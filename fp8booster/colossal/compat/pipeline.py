@@ -298,7 +298,7 @@ _OF_MESSAGES = {
     "tensor_metadata_recv": None,
     "grad_metadata_recv": None,
 }
-"""What schedules keep of the messages of a step, as it is before the first."""
+"""Attributes of schedules about the messages of a step, with their values before the first."""
 
 _OF_TRAINING = (
     "batch_size",
@@ -310,7 +310,7 @@ _OF_TRAINING = (
     *_OF_MESSAGES,
     "batch_layout",
 )
-"""What schedules keep from batch to batch."""
+"""Attributes that schedules keep from batch to batch."""
 
 
 @wrap(

@@ -88,7 +88,7 @@ class FP8HybridParallelZeroOptimizer(_SpreadsSums, FP8ZeroOptimizer, HybridParal
 
     partial_sums: list[SummedGradients]
     stage_sums: list[SummedGradients]
-    """As of the model, for this rank's parts of gradients that are reduced already."""
+    """The model's attribute of this name, for this rank's parts of gradients that are reduced already."""
 
     @classmethod
     def convert_in_place(cls, optimizer: HybridParallelZeroOptimizer, model: nn.Module, config: FP8Config) -> None:

@@ -45,7 +45,7 @@ class ExpertParallel(nn.Module):
     """A mixin before one of Colossal-AI's blocks, of whose attributes it reads the groups and the experts."""
 
     encoding: Encoding | None
-    """Of tokens and their gradients; None: they are sent as they are."""
+    """Encodes tokens and their gradients; None: they are sent as they are."""
 
     fp8_grouped_experts: GroupedExperts | None = None
     """This rank's experts, where they are computed by grouped products."""

@@ -57,7 +57,7 @@ class Shard(NamedTuple):
     values: torch.Tensor
 
     amax: torch.Tensor | None = None
-    """Where it is known already: float32 []."""
+    """float32 [], where it is known already."""
 
 
 @dataclass(eq=False)
@@ -97,7 +97,7 @@ class WeightBatch:
         self.messages = [
             (each.flat.view(torch.uint8), own.view(torch.uint8)) for each, own in zip(weights, self._own, strict=True)
         ]
-        """What is to be gathered of each, and this rank's part of it, as bytes."""
+        """The bytes to gather of each weight, and this rank's part of them."""
 
         sizes = [(weight.numel(), own.numel()) for weight, own in zip(self.parameters, self._own, strict=True)]
         counts = [max(0, min(size, values - rank * size)) for values, size in sizes]

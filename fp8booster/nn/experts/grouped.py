@@ -220,8 +220,8 @@ class GroupedExperts:
             return "the layers' FP8Configs differ"
         if any(size % ALIGNMENT for layer in first for size in layer.held_weight.shape):
             return f"a size is no multiple of {ALIGNMENT}"
-        if down.why_cast_by_itself is not None:
-            return down.why_cast_by_itself
+        if down.fp8_casts.why_not_by_engines is not None:
+            return down.fp8_casts.why_not_by_engines
         if config.input_format is not E4M3 or config.weight_format is not E4M3:
             return "grouped products multiply E4M3 alone"
         return why_no_grouped_product(down.held_weight.device, config.emulate)

@@ -90,7 +90,7 @@ def linear_map(tensor: torch.Tensor, forward: Map, backward: Map) -> torch.Tenso
 
 
 @dataclass(eq=False)  # not frozen: such a one takes longer to make
-class _How:
+class _Call:
     """The operands and options of one call."""
 
     operands: tuple[QuantizedMatrix, ...]
@@ -123,7 +123,7 @@ class _Linear(torch.autograd.Function):
         ctx: Any,
         input: torch.Tensor,  # [..., K], M rows in all
         bias: torch.Tensor | None,  # [N]
-        how: _How,
+        how: _Call,
         *tensors: torch.Tensor,  # weights of N rows in all, [N, K], or [K, N] where it is transposed; `Recipe.saved`
     ) -> torch.Tensor:  # [..., N]
         weights, source = tensors[: how.weights], tensors[how.weights :]
@@ -358,7 +358,7 @@ def linear_from_quantized(
     if wants_transpose and not w.transpose.numel():
         backward_weight = transposed_in_backward(w)
         row_scales = w.inverse_scale if w.has_row_scales else None
-    how = _How(
+    how = _Call(
         (x, w),
         len(weights),
         out_dtype,

@@ -163,11 +163,6 @@ class FP8Layer(nn.Module):
         rows, columns = shape if len(shape) == 2 else self._whole_shape
         return (rows, columns) if self.weight_is_transposed else (columns, rows)
 
-    @property
-    def why_cast_by_itself(self) -> str | None:
-        """Return why no engine casts the layer's weight, under one scale; None where it may."""
-        return self.fp8_casts.why_not_by_engines
-
     def in_product_layout(self, stored: QuantizedMatrix) -> QuantizedMatrix:
         """The FP8 weight as the products read it, [output, input features], from a cast of the weight as it lies."""
         if not self.weight_is_transposed:
@@ -215,9 +210,8 @@ class FP8Layer(nn.Module):
         defer, transposed = self.fp8_defer(), for_weight and recipe is None
         # by channel the weight's cast finds what the input is multiplied by; else the input is cast first, and a
         # checkpointed forward's peak is lower
-        by_channel = casts.state is not None and casts.state.by_channel
-        w = self.fp8_weight.for_call(weight, casts, input, again) if by_channel else None
-        if again and opened.forwards and not by_channel:
+        w = self.fp8_weight.for_call(weight, casts, input, again) if casts.by_channel else None
+        if again and opened.forwards and not casts.by_channel:
             x = share_input(input, casts, reader=self, transposed=transposed, exchange=exchange)
         elif exchange is None:
             x = casts.quantize(INPUT, input, transposed=transposed)

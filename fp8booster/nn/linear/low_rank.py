@@ -116,7 +116,7 @@ def low_rank_product(input: torch.Tensor, modules: Sequence[nn.Module]) -> torch
     of_a = torch.is_grad_enabled() and any(part.a.requires_grad for part in known)
     recipe = delivered_recipe(input) if of_a else None
     source = () if recipe is None else recipe.saved
-    how = _How(tuple(known), None if recipe is None else recipe.without_saved())
+    how = _Call(tuple(known), None if recipe is None else recipe.without_saved())
     # adapters may be in FP32, as peft makes them: their products are those of autocast, and their gradients in FP32
     factors = [each.to(input.dtype) for part in known for each in (part.a, part.b)]
     factors = factors[::2] + factors[1::2]
@@ -142,7 +142,7 @@ def _fits(part: LowRank, input: torch.Tensor, parts: Sequence[LowRank]) -> bool:
 
 
 @dataclass(eq=False)
-class _How:
+class _Call:
     """The layers and the recipe of one call."""
 
     parts: tuple[LowRank, ...]
@@ -156,7 +156,7 @@ class _LowRankProduct(torch.autograd.Function):
         ctx: Any,
         input: torch.Tensor,  # [..., K], M rows in all
         x: QuantizedMatrix,  # [M16, K16]
-        how: _How,
+        how: _Call,
         biases: list[torch.Tensor | None],  # [N] each
         *tensors: torch.Tensor,  # a [r, K] of each layer, b [N, r] of each, `Recipe.saved`
     ) -> torch.Tensor:  # [..., sum of N]

@@ -36,6 +36,9 @@ class Casts:
         self.in_training = new_state is not None
         self.state = None if new_state is None else new_state()
         self.scaling = config.scaling.without_state if self.state is None else config.scaling
+        self.by_channel = self.state is not None and self.state.by_channel
+        """As `State.by_channel`."""
+
         self.observers: list[Observer] = []
         """Called after each cast by `quantize`."""
 
@@ -56,17 +59,13 @@ class Casts:
             other.observers, other.weight_observers = self.observers, self.weight_observers
             return other
         self.config = config
+        self.__dict__.pop("evaluation", None)  # which has the former configuration
         return self
 
     @cached_property
     def evaluation(self) -> Casts:
         """The casts of the same layer outside training: they keep nothing, and nobody observes them."""
         return Casts(self.config)
-
-    @property
-    def by_channel(self) -> bool:
-        """As `State.by_channel`."""
-        return self.state is not None and self.state.by_channel
 
     @property
     def why_not_by_engines(self) -> str | None:

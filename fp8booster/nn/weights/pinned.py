@@ -23,7 +23,7 @@ class Record(Protocol):
     """Captures work of one device."""
 
     def __call__(self, work: Callable[[], Made], *, passing: bool = False) -> tuple[Callable[[], None], Made]:
-        """Returns what does the work again, and what the work makes: it has no values before the first time.
+        """Return what does the work again, and what the work makes: it has no values before the first time.
 
         Args:
             work: reads and writes tensors that stay where they are.
@@ -74,18 +74,12 @@ class _Thread(threading.local):
 
 
 collected = _Thread()
-"""Of this thread; `uses` is None where nobody collects."""
-
-
-def note_use(source: _Source, weights: Sequence[torch.Tensor], casts: Casts, transpose: bool) -> None:
-    """Called by sources that are asked."""
-    if collected.uses is not None:
-        collected.uses.append(Use(source, tuple(weights), casts, transpose))
+"""Of this thread: sources that are asked append to `uses`; None where nobody collects."""
 
 
 @contextmanager
 def collected_uses() -> Iterator[list[Use]]:
-    """The list of what sources are asked inside, by this thread, each once."""
+    """Yield the list of what sources are asked inside, by this thread, each once."""
     uses: list[Use] = []
     collected.uses = uses
     try:
@@ -102,8 +96,3 @@ def copies_are_held() -> Iterator[None]:
         yield
     finally:
         Copies.held = False
-
-
-def are_copies_held() -> bool:
-    """Tell whether this runs inside `copies_are_held`."""
-    return Copies.held

@@ -12,7 +12,7 @@ from fp8booster.kernels.blockwise_cast import transposed_blocks
 from fp8booster.kernels.transpose import transposed
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.freshness import FreshCopy, is_captured, note_change
-from fp8booster.nn.weights.pinned import Pinned, Record, collected, note_use
+from fp8booster.nn.weights.pinned import Pinned, Record, Use, collected
 from fp8booster.nn.weights.stacking import as_matrix
 from fp8booster.tensor import QuantizedMatrix
 
@@ -172,7 +172,7 @@ class CachedWeight(WeightSource):
     def forward(self, weights: Sequence[torch.Tensor], casts: Casts, *, transpose: bool) -> QuantizedMatrix:
         """As `WeightSource.forward`; cast now unless a fresh copy with the layouts asked for is there."""
         if collected.uses is not None:
-            note_use(self, weights, casts, transpose)
+            collected.uses.append(Use(self, tuple(weights), casts, transpose))
         copy = self._copy.get(weights, (casts.config, casts.in_training))
         if copy is None or (transpose and not copy.transpose.numel()):
             self.forget()  # first, so that the allocator can give the same memory again

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fp8booster.comm.observer import observer
-from fp8booster.nn.weights.pinned import are_copies_held, copies_are_held
+from fp8booster.nn.weights.pinned import Copies, copies_are_held
 
 
 class Rerun:
@@ -23,7 +23,7 @@ class Rerun:
 
     def __call__(self, work: Callable[[], Any], *, passing: bool = False) -> tuple[Callable[[], None], Any]:
         self.captured += 1
-        held = copies_are_held if are_copies_held() else nullcontext
+        held = copies_are_held if Copies.held else nullcontext
         casts = torch.is_autocast_enabled("cpu")
         with observer.noted_at_replays() as note_calls:
             places = work()

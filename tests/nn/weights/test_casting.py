@@ -184,3 +184,10 @@ def test_delayed_scales_may_be_powers_of_two() -> None:
         note_step()
         made = casts.quantize(INPUT, values, amax=amax)
         assert made.inverse_scale.log2().frac() == 0
+
+
+def test_evaluation_follows_a_configuration_that_changes_no_cast() -> None:
+    casts = Casts.of_layer(FP8Config(emulate=False))
+    assert not casts.evaluation.config.emulate
+    assert casts.under(FP8Config(emulate=True)) is casts
+    assert casts.evaluation.config.emulate
