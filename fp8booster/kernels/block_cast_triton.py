@@ -31,6 +31,7 @@ from fp8booster.kernels.cast_triton import (
 from fp8booster.kernels.device import current_stream
 from fp8booster.kernels.launch import Launch, ceil_div
 from fp8booster.kernels.message_layout import SCALES_ALIGNMENT, MessageLayout, side_by_side
+from fp8booster.kernels.tables_triton import captured_rows
 
 PAYLOAD_ALIGNMENT = tl.constexpr(ALIGNMENT)
 SLOTS_ALIGNMENT = tl.constexpr(SCALES_ALIGNMENT)
@@ -257,21 +258,24 @@ def _tiling(layout: MessageLayout) -> _Tiling:
 def _table(layout: MessageLayout, like: Tensor) -> Tensor:
     """Starts, counts and offsets of uneven pieces, int64 [pieces, 3]; copied from pinned memory, so without a sync."""
     # what is sent to experts comes back, and so do its gradients: most tables are used four times
-    made_now = like.is_cuda and torch.cuda.is_current_stream_capturing()  # its memory belongs to the graph
-    return (_new_table if made_now else _known_table)(layout, like.device, current_stream(like))
+    if like.is_cuda and torch.cuda.is_current_stream_capturing():  # its memory belongs to the graph
+        return captured_rows(_rows(layout), like.device)
+    return _known_table(layout, like.device, current_stream(like))
 
 
-def _new_table(layout: MessageLayout, device: torch.device, stream: int | None) -> Tensor:
-    rows = list(zip(layout.starts, layout.counts, layout.offsets, strict=True))
-    on_gpu = device.type == "cuda"
-    table = torch.tensor(rows, dtype=torch.int64, pin_memory=on_gpu)
-    return table.to(device, non_blocking=True) if on_gpu else table
+def _rows(layout: MessageLayout) -> list[tuple[int, int, int]]:
+    return list(zip(layout.starts, layout.counts, layout.offsets, strict=True))
 
 
 TABLES = 256  # remembered: two of each layer of experts, from its forward to its backward
 
-# by the stream too: on another one the copy may not have ended
-_known_table = functools.lru_cache(maxsize=TABLES)(_new_table)
+
+@functools.lru_cache(maxsize=TABLES)
+def _known_table(layout: MessageLayout, device: torch.device, stream: int | None) -> Tensor:
+    # by the stream too: on another one the copy may not have ended
+    on_gpu = device.type == "cuda"
+    table = torch.tensor(_rows(layout), dtype=torch.int64, pin_memory=on_gpu)
+    return table.to(device, non_blocking=True) if on_gpu else table
 
 
 def _without_ones(values: Tensor, part: int, pieces: int) -> tuple[Tensor, int]:

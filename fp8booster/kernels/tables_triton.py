@@ -149,16 +149,26 @@ def _owners(runs: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def _captured_table(rows: np.ndarray, runs: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the results of `_table` while a CUDA graph is captured.
-
-    The numbers are arguments of launches, so that the graph holds them itself.
-    """
-    entries = torch.empty(rows.shape, dtype=torch.int64, device=device)
-    for entry, row in zip(entries.unbind(), rows.tolist(), strict=True):
-        fill_entry_kernel[(1,)](entry, *row, *[0] * (MOST_FIELDS - len(row)), COUNT=len(row))
+    """Return the results of `_table` while a CUDA graph is captured."""
+    entries = captured_rows(rows.tolist(), device)
     starts = entries[:, -1] // _RUN
     owners = torch.searchsorted(starts, torch.arange(sum(runs), dtype=torch.int64, device=device), right=True) - 1
     return entries, owners.int()
+
+
+def captured_rows(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Return numbers, int64 [rows, fields], in a capture: the graph holds them itself, as arguments of launches.
+
+    A copy that is captured would read the host's memory at each replay, which has other content by then.
+
+    Args:
+        rows: of three fields to `MOST_FIELDS`.
+        device: a GPU.
+    """
+    entries = torch.empty((len(rows), len(rows[0])), dtype=torch.int64, device=device)
+    for entry, row in zip(entries.unbind(), rows, strict=True):
+        fill_entry_kernel[(1,)](entry, *row, *[0] * (MOST_FIELDS - len(row)), COUNT=len(row))
+    return entries
 
 
 def _is_captured(device: torch.device) -> bool:

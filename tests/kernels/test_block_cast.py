@@ -314,3 +314,22 @@ def test_the_kernels_have_the_bytes_of_the_reference_every_time(source, dtype, p
             REFERENCE.decode_sum_encode(reference, expected, layout, dtype, power_of_two, 1 / 3)
             kernels.decode_sum_encode(reference, again, layout, dtype, power_of_two, 1 / 3)
             assert same_bytes(again, expected, one, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_size", [256, None])
+def test_a_cuda_graph_keeps_the_table_of_uneven_pieces(block_size: int | None) -> None:
+    layout = MessageLayout((4096, 48, 992), block_size)
+    values = gradient_like(sum(layout.counts), torch.bfloat16).cuda()
+    right = encoded(block_cast, values, layout, formats.E4M3, False)
+    message, graph = torch.empty_like(right), torch.cuda.CUDAGraph()
+    block_cast.encode(values, message, layout, formats.E4M3, False)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        block_cast.encode(values, message, layout, formats.E4M3, False)
+    others = [torch.full((9,), -1, dtype=torch.int64, pin_memory=True) for _ in range(64)]  # where a table was, say
+    for _ in range(2):
+        message.fill_(0xAA)
+        graph.replay()
+        assert torch.equal(message, right)
+    assert len(others) == 64
