@@ -183,6 +183,7 @@ def test_heads_are_made_of_latents_of_any_size(family: str, sizes: dict[str, obj
 def test_a_cache_of_latents_is_that_of_transformers_and_reported(family: str) -> None:
     exact = build(family, torch.float32, use_cache=True)
     model = as_unfused(exact)
+    model(input_ids=batch(), labels=batch(), use_cache=True)
     assert report(model).unfused_calls == (("a cache holds latents; set config.use_cache to False", 2),)
     right, found = (each(input_ids=batch()) for each in (exact, model))
     torch.testing.assert_close(found.logits, right.logits)
@@ -211,6 +212,7 @@ def test_llama_4_without_positions_scales_late_queries(use_cache: bool) -> None:
         model = as_unfused(build("llama4_text", torch.float32, floor_scale=floor_scale, **sizes))
         attention = model.model.layers[3].self_attn
         assert attention.is_tempered
+        model(input_ids=batch(), labels=batch(), use_cache=use_cache)
         why = f"queries are scaled from token {floor_scale} on, or behind a cache"
         assert report(model).unfused_calls == (((why, 1),) if use_cache or floor_scale <= 32 else ())
         assert isinstance(attention, FusedAttention)

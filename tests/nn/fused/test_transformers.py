@@ -85,7 +85,7 @@ def keys_and_values(cache: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
 def test_the_cache_is_filled_in_training_too(family: str) -> None:
     plain, model = pair(family, use_cache=True)
     ids = batch()
-    right, found = (each(input_ids=ids, labels=ids) for each in (plain, model))
+    right, found = (each(input_ids=ids, labels=ids, use_cache=True) for each in (plain, model))
     torch.testing.assert_close(found.loss, right.loss)
     assert not unfused_calls(model)
     held, expected = keys_and_values(found.past_key_values), keys_and_values(right.past_key_values)
