@@ -158,11 +158,12 @@ class FP8Config:
     and the experts of a rank as grouped products. What has no fused form stays as it is, and the line that a plugin
     logs names it."""
 
-    cuda_graphs: bool | None = False
+    cuda_graphs: bool | None = None
     """Replay decoder layers as CUDA graphs in training, once they ran a few times with the same shapes
     (`nn.graphs.capture_layers`), so that a small model does not wait for Python; values stay the same, bit for bit.
-    None does so where the host takes longer for a layer than the GPU. It costs memory, for each graph has its own:
-    what passes in it, what a layer saves, and gradients. The report tells which layers were not captured, and why."""
+    None does so on a GPU, in the plugins, where the host takes longer for a layer than the GPU. Layers share what
+    they need only while they run; where there is no room for what stays, they run eagerly. The report tells which
+    layers were not captured, and why."""
 
     weight_copies: WeightCopies = WeightCopies()
     """Copies of FP8 weights that are kept."""
@@ -241,10 +242,10 @@ class FP8Config:
                 f"FP8Config.activations is {self.activations}, which fused layers do, and fused is False; leave one of "
                 "them out"
             )
-        if self.cuda_graphs is not False and not self.scaling.is_captured:
+        if self.cuda_graphs and not self.scaling.is_captured:
             raise ValueError(
-                f'FP8Config.scaling is "{self.scaling.name}", and cuda_graphs is {self.cuda_graphs}: a captured layer '
-                'cannot tell when a step begins; use cuda_graphs=False or scaling="tensorwise"'
+                f'FP8Config.scaling is "{self.scaling.name}", and cuda_graphs is True: a captured layer cannot tell '
+                'when a step begins; leave cuda_graphs out, or use scaling="tensorwise"'
             )
 
     @property

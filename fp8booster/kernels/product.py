@@ -28,6 +28,7 @@ def product(
     fast_accumulation: bool = False,
     emulate: bool = False,
     shape: tuple[int, int] | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Return `(a @ b.T) * inverse_scale_a[:, None] * inverse_scale_b + bias`, summed in FP32 or as the hardware does.
 
@@ -41,6 +42,7 @@ def product(
         fast_accumulation: do not promote partial sums to FP32 on the way; blockwise scales need that they are.
         emulate: multiply in FP32 instead; so does a CPU where PyTorch's kernel for it takes one scale alone.
         shape: give so many of the first rows and columns, contiguous as callers of F.linear expect it.
+        out: [M, N] of out_dtype, memory for what is returned; it is left alone where no kernel writes there.
 
     Returns:
         [M, N] of out_dtype, or what `shape` says. M, N and K are multiples of 16, and of 128 with blockwise scales.
@@ -82,6 +84,7 @@ def product(
     # on CUDA rowwise products come in BF16 alone, and a bias is added only to 16-bit results
     product_dtype = torch.bfloat16 if rowwise and is_cuda else out_dtype
     epilogue = bias if bias is not None and bias.dtype is product_dtype is not torch.float32 else None
+    fits = out is not None and is_cuda and out.dtype is product_dtype and out.shape == (len(a), len(b))
     multiply = _scaled_mm_on_cpu if a.is_cpu else torch._scaled_mm
     result = multiply(
         a,
@@ -91,6 +94,7 @@ def product(
         bias=epilogue,
         out_dtype=product_dtype,
         use_fast_accum=fast_accumulation,
+        **({"out": out} if fits else {}),
     )
     # a BF16 result and an FP16 bias are added in FP32: what the bias brings back into FP16's range stays finite
     result = (result if bias is epilogue else result + bias).to(out_dtype)

@@ -192,7 +192,10 @@ class FP8Plugin(Plugin):
             with temporarily(self, use_fp8=False):  # Colossal-AI would hook F.linear with its own FP8 product
                 boosted = super().configure(model, optimizer, *others)
             sent = self.extend(*boosted[:2])
-            if self.fp8_config.cuda_graphs is not False and self.engine.cuda_graphs is None:
+            graphs = self.fp8_config.cuda_graphs
+            if graphs is None:
+                graphs = get_accelerator().get_current_device().type == "cuda" and self.fp8_config.scaling.is_captured
+            if graphs and self.engine.cuda_graphs is None:
                 capture_layers(boosted[0], only_where_host_limits=self.fp8_config.cuda_graphs is None)
             fused = f"; {fused_summary(boosted[0])}" if self.fp8_config.fused else ""
             moments = "; moments are kept in 8 bits" if own is not None else ""

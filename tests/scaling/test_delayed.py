@@ -269,7 +269,7 @@ def test_a_copy_begins_anew() -> None:
         ({"scaling": "delayed(4)"}, "write delayed\\(argument=value\\)"),
         ({"scaling": "amax(power_of_two=False)"}, "with arguments of fp8booster.scaling.RealTime"),
         ({"scaling": "rowwise(granularity='blockwise')"}, "with arguments of fp8booster.scaling.RealTime"),
-        ({"scaling": "constant", "cuda_graphs": None}, "when a step begins"),
+        ({"scaling": "constant", "cuda_graphs": True}, "when a step begins"),
         ({"scaling": "smooth-swiglu", "cuda_graphs": True}, "when a step begins"),
         ({"scaling": "smooth-swiglu", "fused": False}, "leave one of them out"),
     ],

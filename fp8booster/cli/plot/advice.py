@@ -161,11 +161,7 @@ def advise(scales: Scales, worst: Sequence[Worst]) -> list[Advice]:
     why_larger = f"with outliers more than {LARGER:g} times those of other layers, and they set the scale of all values"
     config = scales.about["config"]
     scaling = config.get("scaling", "tensorwise")
-    may_smooth = (
-        scaling not in ("rowwise", "blockwise")
-        and config.get("fused", True)
-        and config.get("cuda_graphs", False) is False
-    )
+    may_smooth = scaling not in ("rowwise", "blockwise") and config.get("fused", True) and not config.get("cuda_graphs")
     of_swiglu = [each for each in outliers if may_smooth and _part(each.layer) in _AFTER_SWIGLU]
     at_ends = _more_often_at_ends(worst, above)
     inner = [each for each in above if each not in at_ends]

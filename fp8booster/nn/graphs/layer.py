@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
@@ -13,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from fp8booster.nn.graphs import recorder
-from fp8booster.nn.graphs.pair import CONSTANTS, GraphPair, Moved, Unsupported, flatten
+from fp8booster.nn.graphs.pair import CONSTANTS, Freed, GraphPair, Moved, Unsupported, flatten
+from fp8booster.nn.graphs.recorder import Memory, Recorder
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import change_class, is_looked_at, mixed_class, repeated_layers, wait_for_parameters
-from fp8booster.nn.weights.pinned import Record, Use, collected_uses
+from fp8booster.nn.weights.pinned import Use, collected_uses
 
 WARM_UP = 3
 """Calls of a kind before it is captured: kernels are compiled, and engines have filled what they give, by then."""
@@ -27,12 +29,19 @@ MOST_KINDS = 8
 MOST_PAIRS = 16
 """Forwards of a kind that may wait for their backward, as in a pipeline."""
 
+MOST_ORDERS = 2
+"""Times that a layer is captured anew because layers run in another order than before; then it has its own memory."""
+
 MOST_MOVES = 3
 """Times that a layer is captured anew because its weights have moved."""
 
 SLOW_GPU = 0.6e15
 """Operations a second. Where a layer's forward takes the host longer than it would take a GPU at this rate, which is
 half of what an H200 reaches, the GPU waits for the host."""
+
+
+class NoRoom(Exception):
+    """Graphs would take memory that eager layers need; the message tells how much."""
 
 
 @dataclass
@@ -44,6 +53,10 @@ class _Kind:
     uses: list[Use] = field(default_factory=list)
     pairs: list[GraphPair] = field(default_factory=list)
     moves: int = 0
+    orders: int = 0  # times that others, captured later, waited for their backward
+    copies_gradients: bool = False  # somebody holds gradients of one backward when the next comes
+    kept: int = 0  # bytes that its forward leaves for backward, with its outputs
+    passing: int = 0  # bytes that its forward takes in all
     draws: bool = False  # random numbers
     why_not: str | None = None
 
@@ -53,15 +66,27 @@ class _Shared:
     """State that the captured layers of a model share."""
 
     only_where_host_limits: bool  # leave alone what the GPU takes longer for than the host
-    failure: str | None = None  # why a capture broke off: the memory that it took is lost, so no other is tried
+    failure: str | None = None  # why a capture broke off: no other is tried
     looks_inside: list[Callable[[], bool]] = field(default_factory=list)  # True: layers run eagerly, for who looks
-    _records: dict[torch.device, Record | None] = field(default_factory=dict)
+    _records: dict[torch.device, Recorder | None] = field(default_factory=dict)
+    _memories: dict[tuple[torch.device, int], Memory] = field(default_factory=dict)
 
-    def record_on(self, device: torch.device) -> Record | None:
+    def record_on(self, device: torch.device) -> Recorder | None:
         """Return what captures work of a device."""
         if device not in self._records:
             self._records[device] = recorder.recorder_for(device)
         return self._records[device]
+
+    def memory_of(self, record: Recorder, device: torch.device, waiting: int) -> Memory:
+        """Return the memory for the graphs of a layer, as many forwards of which wait for their backward.
+
+        Micro-batches of a pipeline go backward first in, first out, so each has a memory.
+        """
+        place = device, waiting
+        memory = self._memories.get(place)
+        if memory is None or not memory.is_whole(record.in_use(memory)):
+            memory = self._memories[place] = record.new_memory()
+        return memory
 
     def __reduce__(self) -> tuple:
         return _Shared, (self.only_where_host_limits,)
@@ -80,6 +105,7 @@ class LayerGraphs:
         self._modules: list[nn.Module] = []
         self._attributes: list[tuple[list[Any], Hashable]] = []
         self._children: list[list[nn.Module | None]] = []
+        self._buffers: list[Tensor | None] = []
         self._parameters: list[tuple[int, type, torch.device, bool]] = []
         self._why_parameters: str | None = None
         self._ran_without_gradients = False
@@ -94,7 +120,8 @@ class LayerGraphs:
             kind = self._kind_of(layer, args, kwargs, given)
             if kind is not None and kind.calls < WARM_UP:
                 self.why_not = TOO_EARLY
-                return _warm_up(kind, forward, args, kwargs, given[0].device)
+                device = given[0].device
+                return _warm_up(kind, self._shared.record_on(device), forward, args, kwargs, device)
             pairs = 0 if kind is None else len(kind.pairs)
             pair = None if kind is None else self._pair(kind, forward, layer, args, kwargs, given)
             if kind is not None and pair is not None:
@@ -124,6 +151,10 @@ class LayerGraphs:
             self._note_attributes()
             if seen != [settings for _, settings in self._attributes]:
                 self._kinds.clear()
+        buffers = [each for module in self._modules for each in module._buffers.values()]
+        if len(buffers) != len(self._buffers) or not all(map(is_, buffers, self._buffers)):
+            self._buffers = buffers
+            self._kinds.clear()
         # others after `load_state_dict(assign=True)`; the graphs of those before hold them, so their ids stay theirs
         found = [
             (id(each), type(each), each.device, each.requires_grad)
@@ -209,7 +240,13 @@ class LayerGraphs:
         kind.pairs = [pair for pair in kind.pairs if not pair.lacks_graphs]
         for pair in kind.pairs:
             if pair.is_free:
-                return pair
+                if pair.may_run and not (pair.was_set_aside or pair.gradients_were_held):
+                    return pair
+                kind.pairs.remove(pair)
+                kind.copies_gradients |= pair.gradients_were_held
+                if pair.was_set_aside or not pair.may_run:
+                    kind.orders += MOST_ORDERS if pair.was_set_aside else 1
+                break
         recompute = _saving() == _CHECKPOINTING
         if kind.why_not is None:
             kind.why_not = self._shared.failure
@@ -225,26 +262,68 @@ class LayerGraphs:
             return None
         if kind.why_not is None and record is not None:
             try:
-                kind.pairs.append(GraphPair(record, forward, args, kwargs, layer, kind.uses, recompute=recompute))
+                kind.pairs.append(self._captured(kind, record, forward, layer, args, kwargs, given, recompute))
                 return kind.pairs[-1]
             except Moved:
                 kind.why_not = "its FP8 weights have no memory of their own"
+            except NoRoom as error:
+                kind.why_not = str(error)
             except RuntimeError as error:
                 self._shared.failure = kind.why_not = f"it cannot be captured ({str(error).splitlines()[0]})"
         self.why_not = kind.why_not
         return None
+
+    def _captured(
+        self,
+        kind: _Kind,
+        record: Recorder,
+        forward: Callable[..., Any],
+        layer: nn.Module,
+        args: tuple,
+        kwargs: dict[str, Any],
+        given: list[Tensor],
+        recompute: bool,
+    ) -> GraphPair:
+        device, waiting = given[0].device, sum(not pair.is_free for pair in kind.pairs)
+        # of checkpointed layers there is no room to spare
+        copies = kind.copies_gradients or recompute
+        for _ in range(2):
+            apart = kind.orders >= MOST_ORDERS
+            memory = record.new_memory() if apart else self._shared.memory_of(record, device, waiting)
+            kept, passing = kind.kept + sum(each.nbytes for each in given), 3 * kind.passing
+            gradients = sum(each.nbytes for each in layer.parameters() if each.requires_grad)
+            copies = copies or record.why_no_room(memory, kept + gradients, passing) is not None
+            why_not = record.why_no_room(memory, kept, passing) if copies else None
+            if why_not is not None:
+                raise NoRoom(why_not)
+            with suppress(Freed):  # another memory is given then
+                return GraphPair(
+                    record,
+                    memory,
+                    forward,
+                    args,
+                    kwargs,
+                    layer,
+                    kind.uses,
+                    recompute=recompute,
+                    copies_gradients=copies,
+                )
+        raise RuntimeError("memory that other graphs keep is freed meanwhile")
 
     def __reduce__(self) -> tuple:
         return LayerGraphs, (self._shared,)
 
 
 def _settings(held: dict[str, Any]) -> Hashable:
-    """Return what a graph has of a module's attributes for good: numbers, modes, names, and a forward of its own."""
+    """Return what a graph has of a module's attributes for good.
+
+    That is numbers, modes, names, a forward of its own, and where tensors lie: who notes it holds them.
+    """
     return tuple(
         (name, value)
         for name, value in held.items()
         if name not in _BOOKKEEPING and (isinstance(value, CONSTANTS) or name == "forward")
-    )
+    ) + tuple((name, id(value)) for name, value in held.items() if isinstance(value, Tensor))
 
 
 _BOOKKEEPING = frozenset(FP8Layer.__annotations__)
@@ -255,14 +334,22 @@ TOO_EARLY = f"it has not run {WARM_UP + 1} times alike yet"
 
 
 def _warm_up(
-    kind: _Kind, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any], device: torch.device
+    kind: _Kind,
+    record: Recorder | None,
+    forward: Callable[..., Any],
+    args: tuple,
+    kwargs: dict[str, Any],
+    device: torch.device,
 ) -> Any:
     kind.calls += 1
+    allocated = (0, 0) if record is None else record.allocated()
     with collected_uses() as uses:
         drawn, began = _drawn(device), time.perf_counter()
         made = forward(*args, **kwargs)
         kind.host_seconds = min(kind.host_seconds, time.perf_counter() - began)
         kind.draws |= _drawn(device) != drawn
+    if record is not None:
+        kind.kept, kind.passing = (now - then for now, then in zip(record.allocated(), allocated, strict=True))
     kind.uses = list({(id(use.source), use.transpose): use for use in uses}.values())
     return made
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fp8booster.nn.weights.pinned import Pinned, Record, Use, copies_are_held
+from fp8booster.nn.graphs.recorder import Memory, Recorder
+from fp8booster.nn.weights.pinned import Pinned, Use, copies_are_held
 
 CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device, Enum)
 """Values that a graph has for good."""
@@ -55,6 +56,10 @@ class Moved(Exception):
     """The graphs are of no use: what they read lies elsewhere now."""
 
 
+class Freed(Exception):
+    """Memory that other graphs keep was freed during a capture, which may have taken it."""
+
+
 _LIVE: weakref.WeakSet[GraphPair] = weakref.WeakSet()  # all that have graphs
 
 
@@ -78,30 +83,34 @@ class GraphPair:
     """A layer's forward and backward, captured for one kind of call.
 
     What forward saves for backward stays in the graphs' memory, so a pair serves one forward at a time: it is `free`
-    again when that one's backward has run, or when no one can run it any more. The gradients of parameters lie in
-    memory of the graph too, two bytes a parameter; `.grad` is a view of it until a second one is added. With
-    `recompute` only the layer's inputs stay, and the graph of the backward begins with the forward. What that saves
-    lies in one memory for all layers, so gradients are copied out of it at once.
+    again when that one's backward has run, or when no one can run it any more. All else that the graphs write lies
+    where other pairs of the memory have theirs; outputs and gradients are copied out at once. With `recompute` only
+    the layer's inputs stay, and the graph of the backward begins with the forward.
 
     The parameters are given leaves of their own for the capture: autograd runs what accumulates a parameter's gradient
     on the stream where the parameter was first used, and a capture must not touch that.
 
     Args:
         record: captures work.
+        memory: of the graphs, which pairs share that are replayed last in, first out.
         forward: the layer's, by the arguments of one call.
         args, kwargs: of a call of the kind.
         layer: whose parameters get gradients, where they need one.
         uses: of FP8 weights in that forward.
         recompute: as activation checkpointing does.
+        copies_gradients: give parameters copies of their gradients. Else FP8 products write them to places that stay,
+            two bytes a parameter, and gradients are views of these: no time is spent on copies.
 
     Raises:
         RuntimeError: the layer cannot be captured.
         Moved: an FP8 weight has no place of its own.
+        Freed: memory was freed meanwhile that the graphs of other pairs need; another memory is to be taken.
     """
 
     def __init__(
         self,
-        record: Record,
+        record: Recorder,
+        memory: Memory,
         forward: Callable[..., Any],
         args: tuple,
         kwargs: dict[str, Any],
@@ -109,8 +118,13 @@ class GraphPair:
         uses: Sequence[Use],
         *,
         recompute: bool = False,
+        copies_gradients: bool = False,
     ) -> None:
         self.lacks_graphs = False  # they were given up
+        self.was_set_aside = False
+        self.gradients_were_held = False  # when backward came again
+        self._record, self._memory = record, memory
+        self._aside: list[tuple[Tensor, Tensor]] | None = None  # what forward kept for backward, and copies of it
         given: list[Tensor] = []
         flatten((args, kwargs), given)
         with torch.no_grad():
@@ -120,9 +134,8 @@ class GraphPair:
         self._trained = [each for each in layer.parameters() if each.requires_grad]
         in_fp8 = {id(weight) for use in uses for weight in use.weights}
         self._read = [each for each in layer.parameters() if id(each) not in in_fp8]
-        self._passing = recompute
         leaves = {each: _leaf_over(each) for each in layer.parameters()}
-        self._places = [each.data_ptr() for each in self._read]
+        self._read_at = [each.data_ptr() for each in self._read]
         self._pinned: list[Pinned] = []
         for use in uses:
             pinned = use.pin(record)
@@ -166,11 +179,51 @@ class GraphPair:
                 live.clear()
             return list(found)
 
+        self._saved: list[Tensor] = []
+
+        def hold(saved: Tensor) -> Tensor:
+            self._saved.append(saved.detach())
+            return saved
+
+        before = record.in_use(memory)
         # hooks of whoever calls the layer, as of checkpointing, are not for what the graphs save
-        with copies_are_held(), torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
-            self._forward, self._outputs = record(run_forward, passing=recompute)
-            self._gradients_in = [torch.zeros_like(each) for each in self._outputs]
-            self._backward, self._gradients = record(run_backward, passing=recompute)
+        places: dict[int, Tensor] = {}
+
+        def place_of_gradient(shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
+            made = record.outside(shape, dtype)
+            if made is not None:
+                places[made.data_ptr()] = made
+            return made
+
+        place_of = None if copies_gradients else place_of_gradient
+        with copies_are_held(place_of), torch.autograd.graph.saved_tensors_hooks(hold, lambda saved: saved):
+            self._forward, outputs = record(run_forward, memory)
+            kept = record.in_use(memory)
+            self._gradients_in = [record.place_like(each, number) for number, each in enumerate(outputs)]
+            self._backward, gradients = record(run_backward, memory)
+        if recompute:
+            self._saved.clear()
+        used_up = {each.untyped_storage().data_ptr() for each in outputs}
+        self._outputs = [record.let_go(each) for each in outputs]
+        self._made = rebuild(self._made, iter(self._outputs))
+        self._gradients = [
+            each if each is None or each.untyped_storage().data_ptr() in places else record.let_go(each)
+            for each in gradients
+        ]
+        written = {each.untyped_storage().data_ptr() for each in gradients if each is not None}
+        self._places = [each for address, each in places.items() if address in written]
+        self._stays = [each is not None and each.untyped_storage().data_ptr() in places for each in gradients]
+        del outputs, gradients
+        places.clear()
+        live.clear()  # the autograd graph ends here: a node may hold the layer, which would never be freed
+        after = record.in_use(memory)
+        # what forward kept and backward freed is written by this pair's replays all the same
+        kept = {place: size for place, size in kept.items() if place in after or place not in used_up} | after
+        self._kept = {place: size for place, size in kept.items() if place not in before}
+        if not memory.is_whole(after):
+            raise Freed
+        self.order = memory.add(self, self._kept)
+        self._holders = list(map(record.holders, self._places))
         self._ticket: weakref.ref[_Ticket] | None = None
         _LIVE.add(self)
 
@@ -178,6 +231,7 @@ class GraphPair:
         """Give up the graphs, once: what runs next raises."""
         self.lacks_graphs = True
         self._pinned.clear()
+        self._saved.clear()
         del self._forward, self._backward
 
     @property
@@ -186,9 +240,14 @@ class GraphPair:
         ticket = None if self._ticket is None else self._ticket()
         return ticket is None or ticket.used
 
+    @property
+    def may_run(self) -> bool:
+        """Tell whether no pair that was captured later waits for its backward: a replay would write over it."""
+        return not self._memory.later_ones(self)
+
     def refresh(self) -> None:
         """Make what the graphs read what it is now; raise `Moved` where that lies elsewhere."""
-        if self._places != [each.data_ptr() for each in self._read]:
+        if self._read_at != [each.data_ptr() for each in self._read]:
             raise Moved
         for pinned in self._pinned:
             if not pinned.refresh():
@@ -205,8 +264,11 @@ class GraphPair:
             torch._foreach_copy_(self._inputs, list(given))
         ticket.versions = self._versions()  # a replayed backward reads weights in place, past autograd's check
         self._ticket = weakref.ref(ticket)
+        self._aside = None
+        if self._kept:
+            self._memory.wait_for(self)
         self._forward()
-        return tuple(each.clone() for each in self._outputs)  # the next replay writes over them
+        return tuple(_copied(self._outputs))
 
     def _replay_backward(self, ticket: _Ticket, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         if self.lacks_graphs:
@@ -214,40 +276,70 @@ class GraphPair:
                 "the CUDA graphs of this forward were freed before its backward, because a process group was "
                 "destroyed; run backward first"
             )
-        if self._ticket is None or self._ticket() is not ticket:
+        if ticket.used or self._ticket is None or self._ticket() is not ticket:
             raise RuntimeError(
-                "a layer captured into a CUDA graph ran forward again before this second backward, and what it had "
-                "saved is gone; run backward once, or build the model with FP8Config(cuda_graphs=False)"
+                "a layer captured into a CUDA graph goes backward a second time, and what it had saved is gone; run "
+                "the first backward with retain_graph=True"
             )
         if ticket.versions != self._versions():
             raise RuntimeError(
                 "a weight needed for gradient computation has been modified by an inplace operation: an optimizer "
                 "stepped between this forward and its backward; run backward before the step"
             )
-        ticket.used = True
-        self._keep_gradients()
+        for other in self._memory.later_ones(self):
+            other.set_aside()
+        # a graph that is kept may go backward again, and until it is freed nothing may lie where it has its values
+        ticket.used = not torch._C._autograd._get_current_graph_task_keep_graph()
+        if self._aside:
+            torch._foreach_copy_([place for place, _ in self._aside], [copy for _, copy in self._aside])
+        self._aside = None
         for place, gradient in zip(self._gradients_in, gradients, strict=True):
             if gradient is None:  # the captured backward reads every place
                 place.zero_()
             else:
                 place.copy_(gradient)
-        self._backward()
-        found = iter(self._gradients)
-        each_one = (next(found) if gets else None for gets in self._gets_gradient)
-        # a view that no one else has: autograd takes it for `.grad` as it is
-        own = torch.clone if self._passing else Tensor.detach
-        return [None if each is None else own(each) for each in each_one]
+        if self._holders != list(map(self._record.holders, self._places)):
+            found = self._backward_beside_held_gradients()
+        else:
+            self._backward()
+            passing = [each for each, stays in zip(self._gradients, self._stays, strict=True) if not stays]
+            copies = iter(_copied(passing))
+            # a view that no one else has: autograd takes it for `.grad` as it is
+            found = [
+                each.detach() if each is not None and stays else next(copies)
+                for each, stays in zip(self._gradients, self._stays, strict=True)
+            ]
+        made = iter(found)
+        return [next(made) if gets else None for gets in self._gets_gradient]
 
-    def _keep_gradients(self) -> None:
-        """Move gradients of earlier micro-batches out of the memory that backward writes to."""
-        of_inputs = len(self._gradients) - len(self._trained)
-        for parameter, gradient in zip(self._trained, self._gradients[of_inputs:], strict=True):
-            held = parameter.grad
-            if held is not None and gradient is not None and held.data_ptr() == gradient.data_ptr():
-                parameter.grad = held.clone()
+    def _backward_beside_held_gradients(self) -> list[Any]:
+        """Replay backward where somebody has gradients of an earlier one, as when they add up, which stay as they are.
+
+        The next forward has graphs that give copies.
+        """
+        self.gradients_were_held = True
+        held = [each.clone() for each in self._places]
+        self._backward()
+        found = _copied(self._gradients)
+        torch._foreach_copy_(self._places, held)
+        return found
+
+    def set_aside(self) -> None:
+        """Copy what waits for this pair's backward: a pair that was captured before runs backward first."""
+        self.was_set_aside = True  # the next forward has graphs in memory of its own
+        if self._aside is None:
+            places = [self._record.bytes_at(*place) for place in self._kept.items()]
+            self._aside = [(place, place.clone()) for place in places]
 
     def _versions(self) -> list[Any]:
         return [each._version for each in self._read] + [pinned.version() for pinned in self._pinned]
+
+
+def _copied(passing: list[Any]) -> list[Any]:
+    """Return copies of tensors, or None where there is None, before the next replay writes over them."""
+    copies = [None if each is None else torch.empty_like(each) for each in passing]
+    torch._foreach_copy_([each for each in copies if each is not None], [each for each in passing if each is not None])
+    return copies
 
 
 def _leaf_over(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
@@ -278,7 +370,6 @@ class _Replayed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pair: GraphPair, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.pair, ctx.ticket = pair, _Ticket()
-        ctx.leaves = [each.is_leaf for each in tensors[:count]]
         ctx.set_materialize_grads(False)
         outputs = pair._replay_forward(tensors[:count], ctx.ticket)
         ctx.mark_non_differentiable(
@@ -289,8 +380,4 @@ class _Replayed(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple:
-        found = ctx.pair._replay_backward(ctx.ticket, gradients)
-        for place, is_leaf in enumerate(ctx.leaves):  # what a user keeps must outlive the next replay
-            if is_leaf and found[place] is not None:
-                found[place] = found[place].clone()
-        return None, None, *found
+        return None, None, *ctx.pair._replay_backward(ctx.ticket, gradients)

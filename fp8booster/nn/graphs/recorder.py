@@ -1,23 +1,85 @@
-"""Captures work of one GPU into CUDA graphs."""
+"""Captures work of one GPU into CUDA graphs, and gives them memory."""
 
 from __future__ import annotations
 
 import gc
+import threading
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from fp8booster.comm.observer import observer
 
 Made = TypeVar("Made")
 
 
-class Recorder:
-    """Gives each graph memory of its own, but for those whose results are used up at once: these have one memory.
+class Memory:
+    """Memory of graphs that are replayed last in, first out, as layers go forward and backward.
 
-    Graphs with one memory write their passing values where another that was captured later keeps its results.
+    Graphs that are captured later write their passing values where earlier ones write theirs, so what all layers need
+    only while they run is there once. What a forward keeps for its backward was never in use by an earlier one, but
+    lies where those have written: while it waits, no graph captured before it may be replayed.
+
+    Args:
+        handle: of the allocator's pool.
+    """
+
+    def __init__(self, handle: Any = None) -> None:
+        self.handle = handle
+        self._captured = 0
+        self._waiting: list[Any] = []  # forwards whose backward is awaited, in the order of their capture
+        self._kept: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
+
+    def add(self, owner: Any, kept: dict[int, int]) -> int:
+        """Return the place in the order of capture of an owner's graphs.
+
+        Args:
+            owner: has `order`, `is_free`.
+            kept: bytes of what must stay from one of its replays to the next, by address.
+        """
+        self._captured += 1
+        self._kept[owner] = kept
+        return self._captured
+
+    def later_ones(self, owner: Any) -> list[Any]:
+        """Return those captured after an owner that wait for their backward; none where all is last in, first out."""
+        waiting = self._waiting
+        while waiting and waiting[-1].is_free:
+            waiting.pop()
+        if not waiting or waiting[-1].order <= owner.order:
+            return []
+        return [each for each in waiting if each.order > owner.order and not each.is_free]
+
+    def wait_for(self, owner: Any) -> None:
+        """Note that an owner's forward was replayed, before which `later_ones` were none."""
+        self._waiting.append(owner)
+
+    def is_whole(self, in_use: dict[int, int]) -> bool:
+        """Tell whether all that graphs keep is in use still; else a later capture would take it.
+
+        Args:
+            in_use: as `Recorder.in_use`.
+        """
+        return all(in_use.keys() >= kept.keys() for kept in self._kept.values())
+
+
+class _Bytes:
+    """Memory at an address, which this does not keep: `torch.as_tensor` takes it."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 3}
+
+
+ROOM = 2**30
+"""Bytes of a GPU that graphs leave free, for buffers of NCCL and what else is not of torch's allocator."""
+
+
+class Recorder:
+    """Captures work of a GPU.
 
     Args:
         device: a GPU.
@@ -25,10 +87,20 @@ class Recorder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._passing = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
+        self._outside_stream = torch.cuda.Stream(device)
+        self._outside: weakref.WeakSet[Tensor] = weakref.WeakSet()
+        self._replayed_on: int | None = None
+        self._stream_of_replays: Any = None
+        self._places: dict[Any, Tensor] = {}
+        self._peak = 0
+        self._eager: int | None = None
 
-    def __call__(self, work: Callable[[], Made], *, passing: bool = False) -> tuple[Callable[[], None], Made]:
+    def new_memory(self) -> Memory:
+        """Return memory that several graphs can have."""
+        return Memory(torch.cuda.graph_pool_handle())
+
+    def __call__(self, work: Callable[[], Made], memory: Memory | None = None) -> tuple[Callable[[], None], Made]:
         """As `weights.pinned.Record`.
 
         Raises:
@@ -42,7 +114,7 @@ class Recorder:
         try:
             with torch.cuda.stream(self._stream):
                 # other threads, such as NCCL's watchdog, may ask for events meanwhile
-                graph.capture_begin(pool=self._passing if passing else None, capture_error_mode="thread_local")
+                graph.capture_begin(pool=None if memory is None else memory.handle, capture_error_mode="thread_local")
                 try:
                     with observer.noted_at_replays() as note_calls:
                         made = work()
@@ -57,10 +129,116 @@ class Recorder:
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
         def replay() -> None:
+            self._follow_stream()
             graph.replay()
             note_calls()
 
         return replay, made
+
+    def _follow_stream(self) -> None:
+        """Let the current stream wait for the one of the last replay: both write to the same memory."""
+        now = torch._C._cuda_getCurrentRawStream(self._device.index)  # without an object at each replay
+        if now != self._replayed_on:
+            current = torch.cuda.current_stream(self._device)
+            if self._stream_of_replays is not None:
+                current.wait_stream(self._stream_of_replays)
+            self._replayed_on, self._stream_of_replays = now, current
+
+    def in_use(self, memory: Memory) -> dict[int, int]:
+        """Return the bytes of what somebody holds in a memory, by address."""
+        return {
+            block["address"]: block["size"]
+            for segment in self._segments(memory)
+            for block in segment["blocks"]
+            if block["state"] == "active_allocated"
+        }
+
+    def free_in(self, memory: Memory) -> int:
+        """Return the bytes of a memory that nobody holds."""
+        return sum(segment["total_size"] - segment["active_size"] for segment in self._segments(memory))
+
+    def allocated(self) -> tuple[int, int]:
+        """Return the bytes of tensors now, and of all that there have been; note what the steps so far needed."""
+        found = torch.cuda.memory_stats(self._device)
+        self._peak = max(self._peak, found["allocated_bytes.all.peak"])
+        return found["allocated_bytes.all.current"], found["allocated_bytes.all.allocated"]
+
+    def why_no_room(self, memory: Memory, kept: int, passing: int) -> str | None:
+        """Return why there is no room for graphs beside what eager layers need; None: there is.
+
+        What nobody holds is given back to the device before, for a capture cannot.
+
+        Args:
+            memory: of the graphs.
+            kept: bytes that stay.
+            passing: bytes that are free again after a replay; what is free in the memory serves.
+        """
+        reserved = torch.cuda.memory_reserved(self._device)
+        if self._eager is None:  # what is reserved and free may be scraps: a tenth of what was in use at once
+            self._eager = min(reserved, int(1.1 * self._peak))
+        free, _ = torch.cuda.mem_get_info(self._device)
+        torch.cuda.empty_cache()
+        of_graphs = sum(each.nbytes for each in self._outside) + sum(
+            each["total_size"] for each in torch.cuda.memory_snapshot() if tuple(each["segment_pool_id"]) != (0, 0)
+        )
+        left = free + reserved - self._eager - of_graphs - ROOM
+        need = kept + max(0, passing - self.free_in(memory))
+        if need <= left:
+            return None
+        return f"its graphs need {need / 2**30:.2f} GiB, and eager layers leave {max(left, 0) / 2**30:.2f}"
+
+    def _segments(self, memory: Memory) -> list[dict[str, Any]]:
+        return [
+            segment
+            for segment in torch.cuda.memory_snapshot()
+            if segment["device"] == self._device.index and tuple(segment["segment_pool_id"]) == tuple(memory.handle)
+        ]
+
+    def let_go(self, tensor: Tensor) -> Tensor:
+        """Return a tensor in the same memory that does not hold it: valid until another graph is replayed."""
+        storage = tensor.untyped_storage()
+        if not storage.nbytes():
+            return tensor
+        held = torch.as_tensor(_Bytes(storage.data_ptr(), storage.nbytes()), device=self._device).untyped_storage()
+        made = torch.empty(0, dtype=tensor.dtype, device=self._device)
+        return made.set_(held, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def bytes_at(self, address: int, size: int) -> Tensor:
+        """Return memory of graphs, uint8, which this does not hold."""
+        return torch.as_tensor(_Bytes(address, size), device=self._device)
+
+    def outside(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+        """Return memory that belongs to no graph, in the midst of a capture; None where nothing is captured."""
+        if not torch.cuda.is_current_stream_capturing():
+            return None
+        made: list[Tensor] = []
+
+        def allocate() -> None:
+            with torch.cuda.stream(self._outside_stream):  # the allocator goes by the stream
+                made.append(torch.empty(shape, dtype=dtype, device=self._device))
+
+        thread = threading.Thread(target=allocate)  # the one that captures may not ask the device for memory
+        thread.start()
+        thread.join()
+        self._outside.update(made)
+        return made[0]
+
+    @staticmethod
+    def holders(tensor: Tensor) -> int:
+        """Return the number of tensors and others that hold the memory of one."""
+        return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+    def place_like(self, tensor: Tensor, number: int) -> Tensor:
+        """Return a place that all graphs of this recorder share, for what is laid there and used up in one replay.
+
+        Args:
+            tensor: has its shape, type and strides.
+            number: tells places of one replay apart.
+        """
+        key = number, tensor.shape, tensor.dtype, tensor.stride()
+        if key not in self._places:
+            self._places[key] = torch.zeros_like(tensor)
+        return self._places[key]
 
 
 def recorder_for(device: torch.device) -> Recorder | None:

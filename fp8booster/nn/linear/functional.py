@@ -30,6 +30,7 @@ from fp8booster.kernels.product import product
 from fp8booster.nn.linear.exchange import Exchange
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.delivered import Recipe
+from fp8booster.nn.weights.pinned import Copies
 from fp8booster.nn.weights.source import BackwardWeight, transposed_in_backward
 from fp8booster.scaling import INPUT, OUTPUT_GRADIENT
 from fp8booster.tensor import QuantizedMatrix
@@ -182,6 +183,7 @@ class _Linear(torch.autograd.Function):
             matrices, scales = (dy_transpose, x_transpose), (dy_scale, x_scale)
             if how.weight_is_transposed:
                 matrices, scales = matrices[::-1], scales[::-1]
+            place_of = Copies.gradient_place
             wgrad = partial(
                 product,
                 *matrices,
@@ -189,6 +191,7 @@ class _Linear(torch.autograd.Function):
                 out_dtype=ctx.weight_dtype,
                 **config.product_options["wgrad"],
                 shape=ctx.weight_shape,
+                out=None if place_of is None else place_of(ctx.weight_shape, ctx.weight_dtype),
             )
             if how.defer is not None:
                 how.defer(wgrad)

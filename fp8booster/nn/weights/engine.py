@@ -9,7 +9,7 @@ import torch
 from fp8booster.kernels.shard_cast import unpack
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.freshness import LOOKS
-from fp8booster.nn.weights.pinned import Copies, Pinned, Record, Use, collected
+from fp8booster.nn.weights.pinned import Copies, Pinned, Record, Use, collected, copies_held
 from fp8booster.nn.weights.source import CachedWeight
 from fp8booster.nn.weights.stacking import as_matrix
 from fp8booster.tensor import QuantizedMatrix
@@ -62,7 +62,7 @@ class EngineWeight(CachedWeight):
 
     def forward(self, weights: Sequence[torch.Tensor], casts: Casts, *, transpose: bool) -> QuantizedMatrix:
         # a capture has other leaves for the weights
-        if self._filled is None or not (Copies.held or self.is_provided(weights)):
+        if self._filled is None or not ((Copies.held and copies_held(weights[0])) or self.is_provided(weights)):
             return super().forward(weights, casts, transpose=transpose)
         if collected.uses is not None:
             collected.uses.append(Use(self, tuple(weights), casts, transpose))
@@ -71,8 +71,9 @@ class EngineWeight(CachedWeight):
 
     def wait(self) -> None:
         """Let the current stream wait for what fills it, but where that is captured."""
-        if self._ready is not None and not Copies.held:  # a graph cannot wait for what was recorded outside it
-            torch.cuda.current_stream().wait_event(self._ready)
+        if self._ready is None or (Copies.held and self._filled is not None and copies_held(self._filled.data)):
+            return  # a graph cannot wait for what was recorded outside it
+        torch.cuda.current_stream().wait_event(self._ready)
 
     def pin(self, weights: Sequence[torch.Tensor], casts: Casts, *, transpose: bool, record: Record) -> Pinned | None:
         """As `WeightSource.pin`; what an engine fills stays as it is."""

@@ -38,7 +38,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
 from fp8booster.kernels.device import current_stream
-from fp8booster.nn.weights.pinned import Copies
+from fp8booster.nn.weights.pinned import Copies, copies_held
 from fp8booster.optim.one_pass import COUNTS_STEPS
 from fp8booster.scaling.steps import note_step
 
@@ -228,7 +228,7 @@ class FreshCopy(Generic[Made]):
         content = self._content
         if content is None or content.key != key or len(content.weights) != len(weights):
             return None
-        fresh = content.lies_there(weights) if Copies.held else content.is_of(weights)
+        fresh = content.lies_there(weights) if Copies.held and copies_held(weights[0]) else content.is_of(weights)
         return content.made if fresh else None
 
     def put(self, weights: Sequence[torch.Tensor], key: Hashable, made: Made) -> Made:

@@ -22,12 +22,11 @@ Made = TypeVar("Made")
 class Record(Protocol):
     """Captures work of one device."""
 
-    def __call__(self, work: Callable[[], Made], *, passing: bool = False) -> tuple[Callable[[], None], Made]:
+    def __call__(self, work: Callable[[], Made]) -> tuple[Callable[[], None], Made]:
         """Return what does the work again, and what the work makes: it has no values before the first time.
 
         Args:
-            work: reads and writes tensors that stay where they are.
-            passing: what it makes is used up before any other passing work is done; all such work has one memory.
+            work: reads and writes tensors that stay where they are; it gets memory of its own.
         """
 
 
@@ -62,9 +61,19 @@ class Use:
 
 
 class Copies:
-    """A flag: copies that were pinned count as fresh in this process, inside `copies_are_held`."""
+    """State of the capture that this process makes, inside `copies_are_held`."""
 
     held = False
+    """Copies that were pinned count as fresh."""
+
+    gradient_place: Callable[[tuple[int, int], torch.dtype], torch.Tensor | None] | None = None
+    """Gives memory for the gradient of weights, by shape and type, where a graph shall write it; None: as elsewhere."""
+
+
+def copies_held(tensor: torch.Tensor) -> bool:
+    """Tell whether copies that were pinned count as fresh, for work on a tensor."""
+    # another thread may run layers of its own meanwhile, and autograd runs backward in another thread: the stream tells
+    return Copies.held and (not tensor.is_cuda or torch.cuda.is_current_stream_capturing())
 
 
 class _Thread(threading.local):
@@ -89,10 +98,16 @@ def collected_uses() -> Iterator[list[Use]]:
 
 
 @contextmanager
-def copies_are_held() -> Iterator[None]:
-    """Inside, copies that were pinned and refreshed count as fresh on every stream, also in a capture."""
-    Copies.held = True
+def copies_are_held(
+    gradient_place: Callable[[tuple[int, int], torch.dtype], torch.Tensor | None] | None = None,
+) -> Iterator[None]:
+    """Inside, copies that were pinned and refreshed count as fresh on every stream, also in a capture.
+
+    Args:
+        gradient_place: as `Copies.gradient_place`.
+    """
+    Copies.held, Copies.gradient_place = True, gradient_place
     try:
         yield
     finally:
-        Copies.held = False
+        Copies.held, Copies.gradient_place = False, None

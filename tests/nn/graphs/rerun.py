@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fp8booster.comm.observer import observer
+from fp8booster.nn.graphs.recorder import Memory
 from fp8booster.nn.weights.pinned import Copies, copies_are_held
 
 
@@ -19,17 +20,49 @@ class Rerun:
     def __init__(self) -> None:
         self.captured = self.replayed = 0
         self.graphs: weakref.WeakSet[Callable[[], None]] = weakref.WeakSet()  # those that somebody could replay
-        self._passing: list[Any] = []
+        self._passing: weakref.WeakKeyDictionary[Memory, list[torch.Tensor]] = weakref.WeakKeyDictionary()
+        self._blocks: weakref.WeakKeyDictionary[Memory, dict[int, torch.Tensor]] = weakref.WeakKeyDictionary()
 
-    def __call__(self, work: Callable[[], Any], *, passing: bool = False) -> tuple[Callable[[], None], Any]:
+    def new_memory(self) -> Memory:
+        return Memory()
+
+    def in_use(self, memory: Memory) -> dict[int, int]:
+        return {address: len(block) for address, block in self._blocks.get(memory, {}).items()}
+
+    def bytes_at(self, address: int, size: int) -> torch.Tensor:
+        return next(blocks[address] for blocks in self._blocks.values() if address in blocks)
+
+    def allocated(self) -> tuple[int, int]:
+        return 0, 0
+
+    def why_no_room(self, memory: Memory, kept: int, passing: int) -> str | None:
+        return None
+
+    def outside(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        return None
+
+    def place_like(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
+        return torch.zeros_like(tensor)
+
+    def holders(self, tensor: torch.Tensor) -> int:
+        return 1
+
+    def let_go(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._now.append(tensor.detach())
+        return tensor
+
+    def __call__(self, work: Callable[[], Any], memory: Memory | None = None) -> tuple[Callable[[], None], Any]:
         self.captured += 1
         held = copies_are_held if Copies.held else nullcontext
         casts = torch.is_autocast_enabled("cpu")
         with observer.noted_at_replays() as note_calls:
             places = work()
         _overwrite(places)  # a capture computes nothing
-        if passing:
-            self._passing.append(places)
+        passing = [] if memory is None else self._passing.setdefault(memory, [])
+        self._now = passing
+        if memory is not None:  # what the work keeps lies in its closure: this stands for it
+            block = torch.zeros(8, dtype=torch.uint8)
+            self._blocks.setdefault(memory, {})[block.data_ptr()] = block
 
         def replay() -> None:
             self.replayed += 1
@@ -37,9 +70,7 @@ class Rerun:
             with torch.enable_grad(), held(), as_captured, observer.noted_at_replays():  # a graph runs no Python
                 results = work()
             note_calls()
-            if passing:
-                for other in self._passing:  # they have one memory
-                    _overwrite(other)
+            _overwrite(passing)  # of all graphs that have the memory
             for place, made in zip(_tensors(places), _tensors(results), strict=True):
                 place.copy_(made)
 
@@ -47,7 +78,7 @@ class Rerun:
         return replay, places
 
 
-def _overwrite(places: Any) -> None:
+def _overwrite(places: list[torch.Tensor]) -> None:
     for place in _tensors(places):
         place.copy_(torch.full(place.shape, torch.nan))
 

@@ -309,7 +309,8 @@ def test_the_same_call_of_which_only_this_differs_has_graphs_of_its_own(
         for call in (other, one) if other_first else (one, other):
             call(models, step)
     assert replayed(models)
-    assert record is None or record.captured == captures * 2  # each a forward and its backward
+    gc.collect()
+    assert record is None or len(record.graphs) == captures * 2  # each a forward and its backward
 
 
 class Noting(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from fp8booster.comm.observer import observer
-from fp8booster.nn.graphs.recorder import Recorder, recorder_for
+from fp8booster.nn.graphs.recorder import Memory, Recorder, recorder_for
 
 GPU = torch.device("cuda", 0)
 
@@ -53,6 +54,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(device, "current"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append(f"synchronize {device}"))
     monkeypatch.setattr(torch.cuda, "stream", on_stream)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     return log
 
 
@@ -60,9 +62,10 @@ BEFORE = ["synchronize cuda:0", "side waits for current", "on side"]
 AFTER = ["off side", "current waits for side"]
 
 
-@pytest.mark.parametrize("passing", [False, True])
-def test_work_is_captured_on_a_stream_that_waits_and_is_waited_for(calls: list[Any], passing: bool) -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_work_is_captured_on_a_stream_that_waits_and_is_waited_for(calls: list[Any], shared: bool) -> None:
     recorder = Recorder(GPU)
+    memory = recorder.new_memory() if shared else None
     collects = []
 
     def work() -> str:
@@ -71,10 +74,9 @@ def test_work_is_captured_on_a_stream_that_waits_and_is_waited_for(calls: list[A
         observer.note(lambda: calls.append("noted"))
         return "made"
 
-    replay, made = recorder(work, passing=passing)
+    replay, made = recorder(work, memory)
     assert made == "made"
-    # what passes has one memory, all else memory of its own
-    begin = [("begin", "first pool" if passing else None), "thread_local"]
+    begin = [("begin", "first pool" if shared else None), "thread_local"]
     assert calls == [*BEFORE, *begin, "work", "end", *AFTER]
     assert collects == [False]  # what is collected may call what a capture forbids
     assert gc.isenabled()
@@ -84,14 +86,16 @@ def test_work_is_captured_on_a_stream_that_waits_and_is_waited_for(calls: list[A
     assert calls == ["replay", "noted"] * 2
 
 
-def test_passing_work_has_one_memory_a_recorder(calls: list[Any]) -> None:
-    pools = []
-    for recorder in (Recorder(GPU), Recorder(GPU)):
-        for _ in range(2):
-            calls.clear()
-            recorder(lambda: None, passing=True)
-            pools.append(calls[len(BEFORE)][1])
-    assert pools == ["first pool", "first pool", "second pool", "second pool"]
+def test_replays_on_two_streams_wait_for_each_other(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    current = [1]
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: current[0], raising=False)
+    replay, _ = Recorder(GPU)(lambda: None)
+    calls.clear()
+    for stream in (1, 1, 2, 2, 1):
+        current[0] = stream
+        replay()
+    waits = "current waits for current"
+    assert calls == ["replay", "replay", waits, "replay", "replay", waits, "replay"]
 
 
 @pytest.mark.parametrize("collects", [True, False])
@@ -118,26 +122,124 @@ def test_a_gpu_alone_has_graphs(calls: list[Any]) -> None:
     assert isinstance(recorder_for(GPU), Recorder)
 
 
+class Owner:
+    """A pair, as a memory knows it."""
+
+    def __init__(self, memory: Memory, kept: dict[int, int] | None = None) -> None:
+        self.is_free = True
+        self.order = memory.add(self, kept or {})
+
+
+def test_a_memory_knows_who_waits_that_was_captured_later() -> None:
+    memory = Memory()
+    first, second, third = (Owner(memory) for _ in range(3))
+
+    def forward(owner: Owner) -> None:
+        owner.is_free = False
+        memory.wait_for(owner)
+
+    forward(first)
+    assert not memory.later_ones(second)
+    forward(second)
+    assert memory.later_ones(first) == [second]
+    forward(third)
+    assert memory.later_ones(first) == [second, third]
+    assert memory.later_ones(second) == [third]
+    assert not memory.later_ones(third)
+    second.is_free = True  # its backward ran, or can no longer run
+    assert memory.later_ones(first) == [third]
+    third.is_free = True
+    assert not memory.later_ones(first)
+    assert memory._waiting == [first]
+
+
+def test_a_memory_of_which_something_was_freed_is_not_whole() -> None:
+    memory = Memory()
+    one, other = Owner(memory, {16: 8, 32: 8}), Owner(memory, {64: 8})
+    assert memory.is_whole({16: 8, 32: 8, 64: 8, 96: 8})
+    assert not memory.is_whole({16: 8, 64: 8})
+    del one
+    assert memory.is_whole({64: 8})
+    assert other.order == 2
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("passing", [False, True])
-def test_a_replay_does_the_work_again_on_what_lies_there_now(passing: bool) -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_replay_does_the_work_again_on_what_lies_there_now(shared: bool) -> None:
     recorder = recorder_for(torch.device("cuda", torch.cuda.current_device()))
     inputs = [torch.full((4096,), float(number), device="cuda") for number in range(3)]
 
     def work_on(x: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
         return lambda: [(x * 2 + 1).cumsum(0), x.sqrt()]
 
-    graphs = [recorder(work_on(x), passing=passing) for x in inputs]
+    memory = recorder.new_memory() if shared else None
+    graphs = []
+    for x in inputs:
+        replay, made = recorder(work_on(x), memory)
+        graphs.append((replay, [recorder.let_go(each) for each in made] if shared else made))
+        del made
+    if shared:
+        assert not recorder.in_use(memory)
+        assert len({made[0].data_ptr() for _, made in graphs}) == 1  # all write to one place
     for step in range(3):
         for number, x in enumerate(inputs):
             x.fill_(float(4 ** (number + step)))
         kept = []
         for replay, made in graphs:
             replay()
-            kept.append([each.clone() for each in made] if passing else made)  # else it stays
+            kept.append([each.clone() for each in made] if shared else made)  # else it stays
         for found, x in zip(kept, inputs, strict=True):
             for one, other in zip(found, work_on(x)(), strict=True):
                 torch.testing.assert_close(one, other)
+
+
+@pytest.mark.gpu
+def test_what_is_let_go_has_the_values_the_shape_and_the_strides() -> None:
+    recorder = recorder_for(torch.device("cuda", torch.cuda.current_device()))
+    whole = torch.arange(48, device="cuda", dtype=torch.bfloat16).view(6, 8)
+    for tensor in (whole, whole.t(), whole[2:, ::2], whole[:0], whole.view(torch.int16), whole[3, 3]):
+        found = recorder.let_go(tensor)
+        assert torch.equal(found, tensor)
+        assert (found.stride(), found.dtype, found.storage_offset()) == (
+            tensor.stride(),
+            tensor.dtype,
+            tensor.storage_offset(),
+        )
+
+
+@pytest.mark.gpu
+def test_graphs_that_would_take_what_eager_layers_need_are_refused() -> None:
+    recorder = recorder_for(torch.device("cuda", torch.cuda.current_device()))
+    memory = recorder.new_memory()
+    recorder.allocated()
+    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    assert recorder.why_no_room(memory, 2**20, 2**20) is None
+    pattern = r"its graphs need [\d.]+ GiB, and eager layers leave [\d.]+"
+    assert re.fullmatch(pattern, recorder.why_no_room(memory, total, 0))
+    assert recorder.why_no_room(memory, 0, total) is not None
+
+
+@pytest.mark.gpu
+def test_memory_outside_of_a_capture_belongs_to_no_graph() -> None:
+    recorder = recorder_for(torch.device("cuda", torch.cuda.current_device()))
+    memory = recorder.new_memory()
+    assert recorder.outside((4, 4), torch.float32) is None
+    x = torch.ones(64, 64, device="cuda")
+    places: list[torch.Tensor] = []
+
+    def work() -> list[torch.Tensor]:
+        places.append(recorder.outside((64, 64), torch.float32))
+        return [torch.add(x, 1, out=places[0])]
+
+    replay, _ = recorder(work, memory)
+    assert not recorder.in_use(memory)
+    replay()
+    assert places[0].eq(2).all()
+    alone = recorder.holders(places[0])
+    view = places[0][:2].detach()
+    assert recorder.holders(places[0]) == alone + 1
+    del view
+    assert recorder.holders(places[0]) == alone
 
 
 @pytest.mark.gpu
