@@ -129,18 +129,6 @@ def test_what_cannot_be_kept_is_told(folder, tmp_path) -> None:
     file.write_text(json.dumps(record))
     with pytest.raises(ValueError, match=r"for blocks of \(64, 64\).*load it without frozen"):
         load_fp8(tmp_path / "fp8", frozen=True)
-    record["quantization_config"]["weight_block_size"] = [128, 128]
-    file.write_text(json.dumps(record))
-    weights = tmp_path / "fp8" / "model.safetensors"
-    tensors = load_file(weights)
-    gone = tensors.pop("model.layers.0.mlp.up_proj.weight_scale_inv")
-    save_file(tensors, weights)
-    with pytest.raises(ValueError, match=r"up_proj\.weight in .* has no scale"):
-        load_fp8(tmp_path / "fp8", frozen=True)
-    del tensors["model.embed_tokens.weight"]
-    save_file(tensors | {"model.layers.0.mlp.up_proj.weight_scale_inv": gone}, weights)
-    with pytest.raises(ValueError, match=r"lacks model\.embed_tokens\.weight; copy"):
-        load_fp8(tmp_path / "fp8", frozen=True)
 
 
 def test_e5m2_is_never_read_as_e4m3(folder, tmp_path) -> None:
@@ -207,14 +195,6 @@ def test_a_configuration_of_the_folders_granularity_is_kept_whole(folder, tmp_pa
     assert {each.fp8_config for each in frozen_layers(kept).values()} == {asked}
 
 
-def test_a_vector_that_is_missing_is_told(folder, tmp_path) -> None:
-    export(folder, tmp_path / "fp8")
-    weights = tmp_path / "fp8" / "model.safetensors"
-    save_file({name: value for name, value in load_file(weights).items() if name != "model.norm.weight"}, weights)
-    with pytest.raises(ValueError, match=r"lacks model\.norm\.weight; copy"):
-        load_fp8(tmp_path / "fp8", frozen=True)
-
-
 def test_a_tied_weight_is_read_by_any_of_its_names(tmp_path) -> None:
     model = tiny_llama(tie_word_embeddings=True).bfloat16()
     model.save_pretrained(tmp_path)
@@ -236,13 +216,6 @@ def test_a_loaded_model_generates_and_evaluates_as_transformers_loads_it(tmp_pat
     assert loaded.generation_config.eos_token_id == [5, 7]
     assert not loaded.training
     assert loaded.name_or_path == str(tmp_path / "fp8")
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-def test_a_loaded_model_whose_settings_were_made_from_its_config_generates(tmp_path, frozen) -> None:
-    model = tiny_llama().bfloat16()
-    assert model.generation_config._from_model_config  # nobody has changed them, and files keep that
-    export(model, tmp_path / "fp8")
-    loaded = load_fp8(tmp_path / "fp8", frozen=frozen)
+    assert model.generation_config._from_model_config  # it was made from the config, and files keep that
     prompt = torch.tensor([[1, 2, 3]], dtype=torch.int64)
     assert loaded.generate(prompt, max_new_tokens=2, min_new_tokens=2).shape == (1, 5)

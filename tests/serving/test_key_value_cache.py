@@ -109,7 +109,10 @@ def test_the_bytes_of_every_kind_of_cache_are_counted() -> None:
     for layer in range(2):
         cache.update(keys, values, layer)
     expected = 2 * (keys.nbytes + values.nbytes)
+    layers = [SimpleNamespace(keys=keys, values=values), SimpleNamespace(keys=None, values=None), SimpleNamespace()]
     assert cache_bytes(cache) == cache_bytes(((keys, values), (keys, values))) == expected
+    assert 2 * cache_bytes(SimpleNamespace(layers=layers)) == expected
+    assert 2 * cache_bytes(SimpleNamespace(key_cache=[keys], value_cache=[values])) == expected
     assert cache_bytes(None) == cache_bytes(DynamicCache()) == 0
 
 
@@ -160,12 +163,3 @@ def test_it_is_cropped_as_transformers_does(trained) -> None:
             trained(input_ids=ids[:, 8:9], past_key_values=cache, use_cache=True).logits for cache in (cropped, short)
         )
     torch.testing.assert_close(after, expected, rtol=0.02, atol=0.05)
-
-
-def test_bytes_are_those_of_keys_and_of_values() -> None:
-    """Which may have other sizes, and some layers have neither."""
-    keys, values = torch.zeros(2, 3, dtype=torch.bfloat16), torch.zeros(2, 5, dtype=torch.bfloat16)
-    layers = [SimpleNamespace(keys=keys, values=values), SimpleNamespace(keys=None, values=None), SimpleNamespace()]
-    assert cache_bytes(SimpleNamespace(layers=layers)) == cache_bytes(((keys, values),)) == 32
-    assert cache_bytes(SimpleNamespace(key_cache=[keys], value_cache=[values])) == 32
-    assert cache_bytes(None) == 0

@@ -217,6 +217,7 @@ def test_values_that_are_not_finite_are_refused(copied, name, value):
         (NORM, lambda norm: norm.fill_(torch.nan), "not finite"),
         (NORM, lambda norm: norm.to(torch.int32), "as torch.int32, and weights are floating-point numbers"),
         (NORM, lambda norm: None, f"lacks {NORM}"),
+        (SCALE, lambda scale: None, rf"{UP} .*has no scale"),
     ],
 )
 def test_damaged_weights_in_fp8_are_refused(copied_fp8, name, change, words):
