@@ -94,22 +94,6 @@ def test_fp8_goes_on_from_the_prompt_with_fp8_keys_and_values(exported, folder, 
     [
         GPT2LMHeadModel(GPT2Config(vocab_size=512, n_embd=64, n_layer=2, n_head=4)),
         Gemma2ForCausalLM(Gemma2Config(vocab_size=512, **SIZES, head_dim=64, sliding_window=8)),
-    ],
-    ids=["GPT-2", "Gemma 2"],
-)
-def test_a_model_is_given_the_cache_that_it_takes(model, folder, tmp_path):
-    """Which is none of DynamicCache's kind with transformers 4.51."""
-    shutil.copytree(folder, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors", "*config.json"))
-    shutil.copy(folder / "tokenizer_config.json", tmp_path / "model")
-    model.bfloat16().save_pretrained(tmp_path / "model")
-    printed, told = generate(tmp_path / "model")
-    assert printed.startswith(PROMPT)
-    assert kept(told)[1] > 0
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
         MambaForCausalLM(MambaConfig(vocab_size=512, hidden_size=64, num_hidden_layers=2, state_size=8)),
         JambaForCausalLM(
             JambaConfig(
@@ -122,15 +106,17 @@ def test_a_model_is_given_the_cache_that_it_takes(model, folder, tmp_path):
             )
         ),
     ],
-    ids=["Mamba", "Jamba"],
+    ids=["GPT-2", "Gemma 2", "Mamba", "Jamba"],
 )
-def test_a_model_that_keeps_states_has_no_keys_and_values_of_them(model, folder, tmp_path):
+def test_a_model_is_given_the_cache_that_it_takes(model, folder, tmp_path):
+    """It is none of DynamicCache's kind for some with transformers 4.51, and states are no keys and values."""
     shutil.copytree(folder, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors", "*config.json"))
     shutil.copy(folder / "tokenizer_config.json", tmp_path / "model")
     model.bfloat16().save_pretrained(tmp_path / "model")
-    printed, told = generate(tmp_path / "model", "--precision", "bf16")
+    of_states = isinstance(model, (MambaForCausalLM, JambaForCausalLM))
+    printed, told = generate(tmp_path / "model", *(("--precision", "bf16") if of_states else ()))
     assert printed.startswith(PROMPT)
-    assert kept(told)[1] <= 0.01
+    assert kept(told)[1] <= 0.01 if of_states else kept(told)[1] > 0
 
 
 def test_the_settings_are_the_command_s_and_not_the_folder_s(folder, tmp_path):

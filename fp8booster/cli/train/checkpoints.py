@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import nn
 
 from fp8booster.checkpoints import (
@@ -41,7 +40,8 @@ from fp8booster.checkpoints import (
 )
 from fp8booster.files import write_whole
 from fp8booster.nn.held_casts import remember_amaxes, remembered_amaxes
-from fp8booster.reading import COPY_AGAIN, faults_named, read_index, read_record, require_known
+from fp8booster.reading import COPY_AGAIN, faults_named, read_record, require_known
+from fp8booster.serving.shards import Shards
 
 from .options import PRECISIONS, TrainOptions
 
@@ -59,7 +59,6 @@ _ORIGINS = "resumed"
 _STATE = "state.json"
 _FIELDS = {"step": int, "position": int, "world_size": int, "precision": str, "tokens": str, "options": dict}
 _COUNTS = ("step", "position", "world_size")
-_MODEL_INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,13 +122,19 @@ def find_resume(folder: str) -> Resume:
             f"{folder} is neither a run nor a checkpoint; --resume takes a run's folder (with {RUN_FILE}) or one of "
             "its checkpoints (step-...)."
         )
-    about, options = _read_run_file(path)
+    file = path / RUN_FILE
+    remedy = "put it right, or --resume one of the run's checkpoints (step-...) with another --out"
+    about = read_record(file, {"options": dict}, remedy)
+    began = about.get(_ORIGINS, {})
+    if not isinstance(began, dict) or not all(isinstance(origin, str) for origin in began.values()):
+        raise ValueError(f"{_ORIGINS!r} in {file} is no object of paths; {remedy}.")
+    options = TrainOptions.from_file(about["options"], file, remedy)
     checkpoints = {}
     for precision in PRECISIONS[options.precision]:
         newest = newest_checkpoint(path / precision / "checkpoints")
         if newest is not None:
             checkpoints[precision] = str(newest)
-        elif origin := about.get(_ORIGINS, {}).get(precision):
+        elif origin := began.get(precision):
             if not is_checkpoint(Path(origin)):
                 raise ValueError(
                     f"{folder} resumed from {origin}, which is gone, and has saved nothing since; start a new run "
@@ -191,16 +196,6 @@ def _last_sound_before(checkpoint: Path) -> Path | None:
     step, others = named_step(checkpoint), checkpoints_in(checkpoint.parent)
     before = [other for other in others if step is not None and named_step(other) < step]
     return last_finite([other for other in before if what_is_broken(other) is None])
-
-
-def _read_run_file(run: Path) -> tuple[dict[str, Any], TrainOptions]:
-    file = run / RUN_FILE
-    remedy = "put it right, or --resume one of the run's checkpoints (step-...) with another --out"
-    about = read_record(file, {"options": dict}, remedy)
-    origins = about.get(_ORIGINS, {})
-    if not isinstance(origins, dict) or not all(isinstance(path, str) for path in origins.values()):
-        raise ValueError(f"{_ORIGINS!r} in {file} is no object of paths; {remedy}.")
-    return about, TrainOptions.from_file(about["options"], file, remedy)
 
 
 def origins(checkpoints: dict[str, str]) -> dict[str, Any]:
@@ -277,12 +272,8 @@ def load_checkpoint(
 
 
 def _check_shapes(checkpoint: Path, here: dict[str, list[int]], tied: Collection[str]) -> None:
-    folder = checkpoint / "model"
-    files = set(read_index(folder / _MODEL_INDEX, COPY_AGAIN)["weight_map"].values())
-    saved: dict[str, list[int]] = {}
-    for file in files:
-        with faults_named(folder / file), safe_open(folder / file, framework="pt") as tensors:
-            saved.update({name: tensors.get_slice(name).get_shape() for name in tensors.keys()})  # noqa: SIM118
+    shards = Shards(checkpoint / "model")
+    saved = {name: list(shards.shape(name)) for name in shards.names}
     absent = set(tied) - set(saved)  # plugins that shard models save a tied weight under one name
     for name in sorted({*saved, *here} - absent):
         if saved.get(name) != here.get(name):

@@ -13,11 +13,12 @@ import torch
 from fp8booster.checkpoints import newest_checkpoint
 from fp8booster.config import FP8Config
 from fp8booster.reading import read_record
+from fp8booster.serving.layout import skeleton
 from fp8booster.serving.read import load_frozen, load_model, random_frozen
 from fp8booster.serving.shards import weights_of
 from fp8booster.serving.stored import StoredModel, forget_quantization, is_in_fp8
 from fp8booster.training.adapters import ADAPTER_FILE
-from fp8booster.training.models import MODELS, SIZES, attention_of, build, building, prepared
+from fp8booster.training.models import MODELS, SIZES, build, prepared
 from fp8booster.training.parallel import Parallel
 
 if TYPE_CHECKING:
@@ -217,18 +218,16 @@ def require_buildable(folder: str) -> None:
 
     The model is built without memory for its weights, and their values are not read.
     """
-    from transformers import AutoModelForCausalLM
-
     config, file = folder_config(folder), Path(folder) / "config.json"
     fields = {name: getattr(config, name, None) for name in (*_SIZES, *_ROTARY)}
     _require_sizes(fields, file)
     if "head_dim" not in read_record(file, {}, "save it again"):
         fields["head_dim"] = None  # what transformers makes of the others
     _require_heads(fields, file)
-    with building(config), torch.device("meta"):
-        AutoModelForCausalLM.from_config(config, attn_implementation=attention_of(config), trust_remote_code=False)
     if has_weights(folder):
-        StoredModel(Path(folder), config)
+        StoredModel(Path(folder), config)  # builds it too
+    else:
+        skeleton(config)
 
 
 def _is_encoder(config: PretrainedConfig) -> bool:
@@ -237,17 +236,6 @@ def _is_encoder(config: PretrainedConfig) -> bool:
 
     either = type(config) in MODEL_FOR_MASKED_LM_MAPPING or config.model_type == "bert-generation"
     return either and not config.is_decoder
-
-
-def require_divisible_heads(config: PretrainedConfig, ranks: int, flag: str) -> None:
-    """Raise ValueError where `ranks`, which `flag` gives, cannot divide the attention heads among them."""
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config, name, None)
-        if heads is not None and heads % ranks:
-            raise ValueError(
-                f"The model has {heads} {name.removeprefix('num_').replace('_', ' ')}, which {flag} {ranks} cannot "
-                f"divide; give another {flag}."
-            )
 
 
 def require_layers(config: PretrainedConfig, count: int | None) -> None:
@@ -259,9 +247,16 @@ def require_layers(config: PretrainedConfig, count: int | None) -> None:
 
 def require_shareable(config: PretrainedConfig, parallel: Parallel) -> None:
     """Raise ValueError where the ranks that share a layer cannot divide its attention heads."""
-    require_divisible_heads(config, parallel.tp, "--tp")
-    if parallel.sp_mode == "all_to_all":
-        require_divisible_heads(config, parallel.sp, "--sp")
+    # the other modes of sequence parallelism leave a layer's heads on one rank
+    sizes = {"--tp": parallel.tp, "--sp": parallel.sp if parallel.sp_mode == "all_to_all" else 1}
+    for flag, ranks in sizes.items():
+        for name in ("num_attention_heads", "num_key_value_heads"):
+            heads = getattr(config, name, None)
+            if heads is not None and heads % ranks:
+                raise ValueError(
+                    f"The model has {heads} {name.removeprefix('num_').replace('_', ' ')}, which {flag} {ranks} "
+                    f"cannot divide; give another {flag}."
+                )
 
 
 def build_model(

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from fp8booster.cli.main import app
 from fp8booster.cli.plan import dry_run, planning
-from fp8booster.cli.plan.configurations import GIB, GPUS, MASTERS, MOMENTS, RESERVED, Configuration, Gpu, configurations
+from fp8booster.cli.plan.configurations import GIB, GPUS, MASTERS, MOMENTS, Configuration, Gpu, configurations
 from fp8booster.cli.plan.planning import _count, _end_with_the_command, as_record, show
 from fp8booster.cli.train.errors import OutOfMemory
 from fp8booster.cli.train.options import TrainOptions
@@ -119,20 +119,11 @@ def test_as_few_layers_are_checkpointed_as_must_be():
         assert len(planning._with_fewest_checkpointed(plan(*sizes), GPUS["H100"])) == 7
 
 
-def test_where_nothing_fits_it_says_what_to_change():
-    assert "more GPUs" in shown(plan(200, 200), GPUS["H100"])
-
-
-def test_memory_is_left_free():
-    gpu = GPUS["H100"]
-    assert gpu.takes((79 - RESERVED) * GIB)
-    assert not gpu.takes((79 - RESERVED) * GIB + 1)
-
-
 def test_what_cannot_be_counted_is_named():
     configuration = Configuration(name="odd", precision="fp8", options=TrainOptions(), why_not="it is odd")
     assert "odd cannot be counted: it is odd" in shown([*plan(60, 60), configuration], GPUS["H100"])
     assert "Nothing of this fits" not in shown([configuration], GPUS["H100"])
+    assert "more GPUs" in shown(plan(200, 200), GPUS["H100"])
     assert as_record([configuration])[0]["why_not"] == "it is odd"
 
 
@@ -173,55 +164,47 @@ def _last_options(options: TrainOptions) -> tuple[str, ...]:
     return configurations(options)[-1].options.fp8_options
 
 
-def test_a_run_out_of_memory_shows_what_takes_it(monkeypatch, capsys):
-    task = SimpleNamespace(options=TrainOptions(model="7b", batch=2, sequence=4096, nproc=2), precision="fp8")
-    error = OutOfMemory("A GPU ran out of memory", 80 * GIB, task)
-    asked = []
+@pytest.fixture
+def explained(monkeypatch, capsys):
+    """`explained(plan, **options)`: what is said of a run in FP8 that ran out of memory, and what was planned."""
 
-    def make_plan(options: TrainOptions, tokens: int, gpu: Gpu) -> list[Configuration]:
-        asked.append((options.model, tokens, gpu.memory))
-        return plan(60, 90, 70)
+    def explain(found: list[Configuration] | Exception, **options: object) -> tuple[str, list[tuple[int, int, float]]]:
+        asked = []
 
-    monkeypatch.setattr(planning, "make_plan", make_plan)
-    planning.explain(error)
-    assert asked == [("7b", 8192, 80)]
-    text = capsys.readouterr().err
+        def make_plan(options: TrainOptions, tokens: int, gpu: Gpu) -> list[Configuration]:
+            asked.append((options.nproc, tokens, gpu.memory))
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+        monkeypatch.setattr(planning, "make_plan", make_plan)
+        task = SimpleNamespace(options=TrainOptions(batch=2, sequence=4096, nproc=2, **options), precision="fp8")
+        planning.explain(OutOfMemory("A GPU ran out of memory", 80 * GIB, task))
+        return capsys.readouterr().err, asked
+
+    return explain
+
+
+def test_a_run_out_of_memory_shows_what_takes_it(explained):
+    text, asked = explained(plan(60, 90, 70))
+    assert asked == [(2, 8192, 80)]
     assert "activ." in text
     assert "weight_copies.transposes=false" in text.replace("\n", "")
     assert "BF16" not in text
 
 
-def test_a_run_out_of_memory_that_cannot_be_counted_is_told_why(monkeypatch, capsys):
-    task = SimpleNamespace(options=TrainOptions(batch=2, sequence=64, nproc=1), precision="fp8")
-    error = OutOfMemory("A GPU ran out of memory", 80 * GIB, task)
-
-    def make_plan(*_: object) -> list[Configuration]:
-        raise TypeError("this model reads values")
-
-    monkeypatch.setattr(planning, "make_plan", make_plan)
-    planning.explain(error)
-    assert "could not be counted: this model reads values" in capsys.readouterr().err
+def test_a_run_out_of_memory_that_cannot_be_counted_is_told_why(explained):
+    text, _ = explained(TypeError("this model reads values"))
+    assert "could not be counted: this model reads values" in text
+    text, asked = explained(plan(60, 90), lora=8)  # most of its weights are frozen
+    assert "--lora" in text
+    assert not asked
 
 
-def test_a_run_on_several_machines_is_explained_with_all_its_ranks(monkeypatch):
-    task = SimpleNamespace(options=TrainOptions(batch=2, sequence=64, nproc=8), precision="fp8")
-    error = OutOfMemory("A GPU ran out of memory", 80 * GIB, task)
-    asked = []
-    monkeypatch.setattr(planning, "make_plan", lambda options, *_: asked.append(options.nproc) or plan(60, 90))
+def test_a_run_on_several_machines_is_explained_with_all_its_ranks(explained, monkeypatch):
     for name, value in (("RANK", "8"), ("WORLD_SIZE", "16")):
         monkeypatch.setenv(name, value)
-    planning.explain(error)
-    assert asked == [16]
-
-
-def test_a_run_with_adapters_is_not_explained_as_one_that_trains_all_weights(monkeypatch, capsys):
-    task = SimpleNamespace(options=TrainOptions(batch=2, sequence=64, nproc=1, lora=8), precision="fp8")
-    error = OutOfMemory("A GPU ran out of memory", 80 * GIB, task)
-    monkeypatch.setattr(planning, "make_plan", lambda *_: plan(60, 90))
-    planning.explain(error)
-    text = capsys.readouterr().err
-    assert "--lora" in text
-    assert "activ." not in text
+    assert explained(plan(60, 90))[1] == [(16, 8192, 80)]
 
 
 def test_a_model_that_reads_values_is_refused_in_a_sentence(monkeypatch):

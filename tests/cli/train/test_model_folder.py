@@ -16,11 +16,12 @@ from fp8booster.cli.train.model_folder import (
     is_folder,
     load_config,
     require_buildable,
-    require_divisible_heads,
     require_layers,
+    require_shareable,
 )
 from fp8booster.serving.read import freeze
 from fp8booster.training.models import MODELS
+from fp8booster.training.parallel import Parallel
 from tests.colossal.models import tiny_llama
 from tests.colossal.payload import Payload
 
@@ -136,9 +137,11 @@ def test_an_accepted_model_sees_no_later_token(tmp_path, name):
 
 
 def test_heads_that_ranks_cannot_divide_are_told():
-    require_divisible_heads(load_config("1b", 32000, 64), 4, "--tp")
-    with pytest.raises(ValueError, match="has 4 key value heads, which --tp 8 cannot divide; give another --tp"):
-        require_divisible_heads(load_config("1b", 32000, 64), 8, "--tp")
+    config = load_config("1b", 32000, 64)
+    require_shareable(config, Parallel(plugin="hybrid", tp=4, sp=8, sp_mode="ring_attn"))
+    for flag, sizes in (("--tp", {"tp": 8}), ("--sp", {"sp": 8, "sp_mode": "all_to_all"})):
+        with pytest.raises(ValueError, match=f"has 4 key value heads, which {flag} 8 cannot divide; give another"):
+            require_shareable(config, Parallel(plugin="hybrid", **sizes))
 
 
 def folder_with(folder: Path, **changes: object) -> str:
