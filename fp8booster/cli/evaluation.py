@@ -165,6 +165,7 @@ def _pieces(tokens: TokenFile, sequence: int, options: EvalOptions) -> tuple[np.
             f"{options.calibrated}; give more --data, or a smaller --sequence or --calibrated."
         )
     pieces = ids[: count * sequence].reshape(count, sequence)
+    # sequences that gave the scales would flatter them: they are not evaluated
     calibration, rest = pieces[: options.calibrated], pieces[options.calibrated :]
     return rest if options.tokens is None else rest[: max(1, options.tokens // sequence)], calibration
 
@@ -189,8 +190,10 @@ def evaluate(models: Sequence[nn.Module], batches: Iterable[torch.Tensor]) -> li
     count = 0
     for batch in batches:
         ids = batch.to(device)
+        # one forward a batch: keys and values would be kept for nothing
         logits = [model(input_ids=ids, use_cache=False).logits for model in models]
         for row in range(len(ids)):  # logits in FP32 take twice the memory: one sequence of them at a time
+            # in BF16 a sum over a vocabulary would hide the differences that are looked for
             first = logits[0][row, :-1].float().log_softmax(-1)
             for number in range(len(models)):
                 own = first if number == 0 else logits[number][row, :-1].float().log_softmax(-1)

@@ -139,6 +139,7 @@ def read_figures(folder: Path, precision: str) -> tuple[RunFigures, list[StepMet
         precision=precision,
         steps=metrics[-1].step,
         final_loss=statistics.fmean(step.loss for step in last),
+        # medians: the first step compiles kernels and asks for its memory
         tokens_per_second=statistics.median(step.tokens_per_second for step in metrics),
         step_seconds=statistics.median(step.seconds for step in metrics),
         peak_memory=result["peak_memory"],

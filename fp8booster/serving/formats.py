@@ -143,6 +143,7 @@ def granularity_of(weight: tuple[int, ...], scale: tuple[int, ...], block: tuple
     rows, columns = weight
     if scale in ((), (1,)):
         return "tensorwise"
+    # with blocks, [N, 1] are scales of blocks of one row
     if scale in ((rows,), (rows, 1)) and block is None:
         return "rowwise"
     if block == (BLOCK, BLOCK) and scale == (-(-rows // BLOCK), -(-columns // BLOCK)):
@@ -156,6 +157,13 @@ def _block(value: Any, file: str) -> tuple[int, int] | None:
     if not (isinstance(value, list) and len(value) == 2 and all(type(size) is int and size > 0 for size in value)):
         raise ValueError(f"{file} has blocks of {value!r}; they must be two whole numbers above 0, as [128, 128].")
     return value[0], value[1]
+
+
+def require_finite(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor. Raises ValueError, with its name, unless it is finite."""
+    if not bool(tensor.isfinite().all()):
+        raise ValueError(f"{name} holds values that are not finite; give an earlier checkpoint.")
+    return tensor
 
 
 def require_stored(data: torch.Tensor, scale: torch.Tensor, name: str) -> None:
@@ -183,6 +191,7 @@ def decode(data: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | Non
     *_, rows, columns = data.shape
     if scale.numel() == 1:
         return values * scale.reshape(())
+    # a vector of a square weight would multiply its columns
     if scale.shape == (rows,):
         scale = scale[:, None]
     if block is not None and scale.shape == (*data.shape[:-2], -(-rows // block[0]), -(-columns // block[1])):

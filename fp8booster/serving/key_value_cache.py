@@ -42,6 +42,7 @@ def pack(states: torch.Tensor) -> torch.Tensor:
 def unpack(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the values that were packed, [B, H, S, D] of `dtype`."""
     data, scales = packed[..., :-_SCALE_BYTES].view(E4M3), packed[..., -_SCALE_BYTES:]
+    # torch reads bytes as numbers of four only where they lie together
     return (data.float() * scales.contiguous().view(torch.float32)).to(dtype)
 
 

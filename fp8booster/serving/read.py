@@ -23,7 +23,7 @@ from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import held_by_several
 from fp8booster.nn.sharing import share_inputs
 from fp8booster.scaling import RealTime
-from fp8booster.serving.formats import granularity_of
+from fp8booster.serving.formats import granularity_of, require_finite
 from fp8booster.serving.layout import StoredNames, names_of_each, skeleton
 from fp8booster.serving.stored import StoredModel, as_loaded, is_in_fp8
 
@@ -153,7 +153,7 @@ def load_frozen(
             if tensor.dtype is not E4M3:
                 raise ValueError(f"{name} in {folder} is {tensor.dtype}; load it without frozen, which decodes it.")
             return tensor
-        return stored.require_finite(name, tensor).to(dtype)
+        return require_finite(f"{name} in {folder}", tensor).to(dtype)
 
     fill(model, read, device)
     return as_loaded(model, stored.folder)
@@ -174,7 +174,11 @@ def _freeze_as_stored(model: nn.Module, stored: StoredModel, fp8_config: FP8Conf
                 f"{name}.weight has scales of {list(scales)}, for blocks of {stored.block}; products read one scale "
                 f"for a weight, a row or a block of {BLOCK} x {BLOCK}: load it without frozen, which decodes it."
             )
-        FrozenFP8Linear.convert_in_place(module, _with_granularity(fp8_config, granularity))
+        # a scale's shape cannot change, so the folder's granularity wins, with the defaults that go with it
+        own = fp8_config.granularity == granularity
+        FrozenFP8Linear.convert_in_place(
+            module, fp8_config if own else replace(fp8_config, scaling=RealTime(granularity))
+        )
     share_inputs(model)
 
 
@@ -196,6 +200,7 @@ def random_frozen(
             return None
         frozen = isinstance(module, FrozenFP8Linear) and end == "weight"
         shape: Any = module.fp8_shape if frozen else module.state_dict()[end].shape
+        # norms and biases begin with the constructor's ones and zeros
         if len(shape) < 2:
             return None
         return torch.empty(shape, dtype=dtype, device=device).normal_(0, width)
@@ -231,6 +236,7 @@ def fill(model: Any, read: Read, device: torch.device | str) -> None:
         except RuntimeError as error:
             faults = " ".join(str(error).split())
             raise ValueError(f"{path or 'the model'} cannot take what the folder holds: {faults}") from None
+    # a tied weight was read under one of its names: the other is without memory
     model.tie_weights()
     model.to(device)
 
@@ -248,10 +254,3 @@ class _MatricesOnMeta(TorchFunctionMode):
         if func is torch.empty and args and isinstance(args[0], (tuple, torch.Size)) and len(args[0]) > 1:
             named["device"] = "meta"
         return func(*args, **named)
-
-
-def _with_granularity(config: FP8Config, granularity: str) -> FP8Config:
-    """Return the configuration with other scales, and the defaults that go with them."""
-    if config.granularity == granularity:
-        return config
-    return replace(config, scaling=RealTime(granularity))

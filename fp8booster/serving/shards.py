@@ -121,6 +121,7 @@ class Shards:
         if file not in self._open:
             path = self.folder / file
             require_file(path, _COPY_AGAIN)
+            # files stay open: to open one for each tensor would read its header as often
             with faults_named(path, _COPY_AGAIN):
                 self._open[file] = _open_torch(path) if path.suffix == ".bin" else _open_safetensors(path)
         return self._open[file]

@@ -22,7 +22,7 @@ from fp8booster.nn.adapters import changes_base, is_adapted, merged_weight
 from fp8booster.nn.linear.frozen import INPUT_AMAX, SCALE, FrozenLayer
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.reading import COPY_AGAIN, faults_named, first_line, first_of, read_record, require_file
-from fp8booster.serving.formats import CheckpointFormat, granularity_of, require_stored
+from fp8booster.serving.formats import CheckpointFormat, granularity_of, require_finite, require_stored
 from fp8booster.serving.layout import Layout, layout_of, layout_of_config, skeleton
 from fp8booster.serving.shards import Masters
 from fp8booster.serving.stored import StoredModel
@@ -77,12 +77,14 @@ class Source(ABC):
         weight = self.weight(name)
         require_floating(name, weight)
         require_finite(name, weight)
+        # products of training cast FP32, BF16 and FP16, and no FP64
         return weight if weight.dtype in HIGH_PRECISION else weight.float()
 
     def shared_amax(self, name: str) -> torch.Tensor:
         """Return the amax of the weights that share a scale with a weight."""
         group = self.scale_group(name)
         if group not in self._amaxes:
+            # kept, so that q, k and v are read once for it and not thrice
             self._amaxes[group] = torch.stack([amax_of(self.castable(each)) for each in group]).max()
         return self._amaxes[group]
 
@@ -317,6 +319,7 @@ class Merged(Folder):
         adapters = self._adapters.get(name)
         if adapters is None:
             return super().tensor(name)
+        # the sum in FP32 is rounded once, to FP8 or to 16 bits
         base = adapters.get_base_layer()  # peft merges into its weight, which has values for this call alone
         without_memory = base.weight
         base.weight = nn.Parameter(super().tensor(name).float(), requires_grad=False)
@@ -407,12 +410,6 @@ def _require_shapes(layout: Layout, found: Mapping[str, Sequence[int]], place: s
                 f"{name} is {has} in {place}, and {expected} in the model that its config describes; give a whole "
                 "model, as booster.save_model writes it, with its config.json."
             )
-
-
-def require_finite(name: str, tensor: torch.Tensor) -> None:
-    """Raise ValueError for a tensor that is not to be written, with values that are not finite."""
-    if not bool(tensor.isfinite().all()):
-        raise ValueError(f"{name} holds values that are not finite; export an earlier checkpoint")
 
 
 def require_floating(name: str, tensor: torch.Tensor) -> None:

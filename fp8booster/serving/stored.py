@@ -18,7 +18,7 @@ from torch import nn
 
 from fp8booster.formats import FORMATS
 from fp8booster.reading import first_line, first_of, read_record
-from fp8booster.serving.formats import UNUSED_SCALES, block_of, decode
+from fp8booster.serving.formats import UNUSED_SCALES, block_of, decode, require_finite
 from fp8booster.serving.layout import names_of_each, skeleton
 from fp8booster.serving.shards import Shards
 from fp8booster.training.models import attention_of, causal_lm
@@ -129,12 +129,6 @@ class StoredModel:
             )
         return tensor
 
-    def require_finite(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of the folder. Raises ValueError unless it is finite."""
-        if not bool(tensor.isfinite().all()):
-            raise ValueError(f"{name} in {self.folder} holds values that are not finite; give an earlier checkpoint.")
-        return tensor
-
     def load(self, dtype: torch.dtype) -> PreTrainedModel:
         """Return the model in 16 bits, in evaluation mode. Raises ValueError for values that are not finite."""
         tensors = {}
@@ -142,7 +136,7 @@ class StoredModel:
             value = self.value(name)
             if name in self.scale_of:
                 value = value.to(dtype)  # rounded once; in FP16 it may overflow
-            tensors[name] = self.require_finite(name, value)
+            tensors[name] = require_finite(f"{name} in {self.folder}", value)
         return as_loaded(self._through_transformers(tensors, dtype), self.folder)
 
     def _drop_tied(self, model: nn.Module) -> None:

@@ -17,9 +17,9 @@ from fp8booster.config import FP8Config
 from fp8booster.files import new_folder
 from fp8booster.formats import E4M3, stored_fault
 from fp8booster.reading import read_record
-from fp8booster.serving.formats import CHECKPOINT_FORMATS, IN_16_BITS, CheckpointFormat
+from fp8booster.serving.formats import CHECKPOINT_FORMATS, IN_16_BITS, CheckpointFormat, require_finite
 from fp8booster.serving.shards import ShardWriter
-from fp8booster.serving.sources import Folder, Live, Merged, Source, require_finite, require_floating
+from fp8booster.serving.sources import Folder, Live, Merged, Source, require_floating
 from fp8booster.training.adapters import ADAPTER_CONFIG
 
 FORMAT_NAMES = (*CHECKPOINT_FORMATS, IN_16_BITS)
@@ -134,6 +134,7 @@ def _write_tensors(source: Source, chosen: CheckpointFormat | None, writer: Shar
             continue
         made = source.made(name, chosen, power_of_two)
         if made is None:
+            # weights that training multiplies as one have one scale, and engines fuse them too
             amax = source.shared_amax(name) if chosen.granularity == "tensorwise" else None
             made = chosen.cast(source.castable(name), power_of_two=power_of_two, amax=amax)
         data, scale = made

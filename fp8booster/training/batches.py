@@ -73,6 +73,7 @@ class Batches:
         for micro in range(step.accumulate):
             first = position + (micro * step.replicas + self._replica) * step.batch
             rows = [self._pieces[self._place(first + offset)] for offset in range(step.batch)]
+            # ids on disk are unsigned, which torch's embeddings do not take
             yield torch.from_numpy(np.stack(rows).astype(np.int64))
 
     def _place(self, index: int) -> int:

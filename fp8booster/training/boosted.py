@@ -91,6 +91,7 @@ class BoostedModel:
     def update(self, max_norm: float) -> None:
         """Clip gradients to `max_norm` where the optimizer's step does not, step, and set gradients to zero."""
         if self.name in _CLIPPED_BY_CALLER:
+            # without a limit too, for the norm is recorded and checked
             self._norm = self.optimizer.clip_grad_by_norm(max_norm or math.inf)
         self.optimizer.step()
         self.optimizer.zero_grad()

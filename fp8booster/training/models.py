@@ -134,6 +134,7 @@ def build(
     """
     from transformers import AutoModelForCausalLM
 
+    # made where it stays: a copy on the host would not fit for the largest
     with device:
         model = AutoModelForCausalLM.from_config(
             config, torch_dtype=dtype, attn_implementation=attention_of(config), trust_remote_code=False

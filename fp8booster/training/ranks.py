@@ -52,5 +52,6 @@ def over_ranks(loss: torch.Tensor | None, stop: bool, device: torch.device) -> t
     if loss is not None:
         shared[0] = loss
     dist.all_reduce(shared)
+    # the one wait of a step for the device
     total, losses, stops = shared.tolist()
     return total / losses, stops > 0

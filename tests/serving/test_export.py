@@ -36,6 +36,7 @@ from fp8booster.serving.layout import layout_of, layout_of_config
 from tests.colossal.models import VOCABULARY, tiny_llama, token_batch
 from tests.nn.fused.models import build
 from tests.nn.models import tiny_gpt2
+from tests.serving.folders import bits, equal, exported, files
 
 FORMATS = list(CHECKPOINT_FORMATS)
 TRANSFORMERS_5 = transformers.__version__.startswith("5.")
@@ -73,16 +74,8 @@ def phi():
 MODELS = {"llama": llama, "qwen": qwen, "phi": phi}
 
 
-def files(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
-
-
 def config_of(folder: Path) -> dict:
     return json.loads((folder / "config.json").read_text())
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -136,9 +129,8 @@ def test_the_bytes_are_those_that_a_fused_model_multiplies_by(tmp_path, format):
     tokens = token_batch(0)
     model(input_ids=tokens, labels=tokens).loss.backward()
     export(model, tmp_path / "converted", format=format)
-    plain, converted = files(tmp_path / "plain"), files(tmp_path / "converted")
-    assert plain.keys() == converted.keys()
-    assert all(torch.equal(bits(plain[name]), bits(value)) for name, value in converted.items())
+    plain = files(tmp_path / "plain")
+    assert equal(plain, files(tmp_path / "converted"))
     names = {id(module): name for name, module in model.named_modules()}
     compared = 0
     for merged in merged_layers(model):
@@ -187,10 +179,8 @@ def without_k(name, module):
 )
 def test_weights_share_a_scale_where_training_multiplies_them_as_one(tmp_path, config, together):
     model = llama()
-    model.save_pretrained(tmp_path / "model")
     state = model.state_dict()
-    for source, out in ((model, tmp_path / "live"), (tmp_path / "model", tmp_path / "stored")):
-        export(source, out, format="tensorwise", config=config)
+    for out in exported(model, tmp_path, format="tensorwise", config=config):
         there = files(out)
         weights = [name for name, value in there.items() if value.dtype is torch.float8_e4m3fn]
         assert len(weights) == (12 if config.layers is without_k else 14)
@@ -211,9 +201,7 @@ def test_a_folder_gives_the_same_files_as_its_model(tmp_path, model):
     live = export(written, tmp_path / "live", shard_bytes=40_000)
     stored = export(str(tmp_path / "model"), tmp_path / "stored")
     assert (live.layers, live.kept, live.bytes) == (stored.layers, stored.kept, stored.bytes)
-    one, many = files(tmp_path / "stored"), files(tmp_path / "live")
-    assert one.keys() == many.keys()
-    assert all(torch.equal(bits(one[name]), bits(value)) for name, value in many.items())
+    assert equal(files(tmp_path / "stored"), files(tmp_path / "live"))
     for name in (*beside, "generation_config.json"):
         assert (tmp_path / "stored" / name).is_file(), name
     assert [file.name for file in (tmp_path / "stored").glob("*.safetensors")] == ["model.safetensors"]
@@ -400,9 +388,7 @@ def test_a_model_in_fp16_alone_stays_in_it(tmp_path, format, head, written):
     model = llama().half()
     model.model.layers[0].input_layernorm.float()
     model.lm_head.to(getattr(torch, head))
-    model.save_pretrained(tmp_path / "model")
-    for source, out in ((model, tmp_path / "live"), (tmp_path / "model", tmp_path / "stored")):
-        export(source, out, format=format)
+    for out in exported(model, tmp_path, format=format):
         assert config_of(out)["torch_dtype"] == written
         there = files(out)
         assert torch.equal(there["lm_head.weight"], model.lm_head.weight)
@@ -415,9 +401,7 @@ def test_buffers_keep_the_type_that_the_model_gives_them(tmp_path):
     model = build("deepseek_v3")
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
     model.get_buffer(bias).data = torch.linspace(0.1, 0.4, 4)
-    model.save_pretrained(tmp_path / "model")
-    for source, out in ((model, tmp_path / "live"), (tmp_path / "model", tmp_path / "stored")):
-        export(source, out)
+    for out in exported(model, tmp_path):
         there = files(out)
         assert torch.equal(there[bias], torch.linspace(0.1, 0.4, 4))
         assert there["model.norm.weight"].dtype is torch.bfloat16
@@ -558,12 +542,10 @@ def test_a_model_in_memory_of_damaged_values_is_not_exported(tmp_path):
 
 def test_values_in_64_bits_are_written_as_those_in_32(tmp_path):
     llama().save_pretrained(tmp_path / "model")
-    exported = export(tmp_path / "model", tmp_path / "from_16").folder
+    expected = files(export(tmp_path / "model", tmp_path / "from_16").folder)
     file = tmp_path / "model" / "model.safetensors"
     save_file({name: value.double() for name, value in load_file(file).items()}, file)
-    again = files(export(tmp_path / "model", tmp_path / "from_64").folder)
-    for name, value in files(exported).items():
-        assert (value.dtype, True) == (again[name].dtype, torch.equal(bits(value), bits(again[name]))), name
+    assert equal(files(export(tmp_path / "model", tmp_path / "from_64").folder), expected)
 
 
 def test_folders_that_cannot_be_exported_are_named(tmp_path):

@@ -20,6 +20,7 @@ from fp8booster.serving.sources import Merged
 from fp8booster.training.adapters import ADAPTER_CONFIG, ADAPTER_FILE
 from tests.colossal.models import tiny_llama, token_batch
 from tests.nn.models import tiny_gpt2
+from tests.serving.folders import bits, files
 
 peft = pytest.importorskip("peft")
 
@@ -53,14 +54,6 @@ def adapters_on(base: Any, folder: Path, ends: Sequence[str] = ENDS, **options: 
 
 def in_16_bits(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, torch_dtype=torch.bfloat16, local_files_only=True).eval()
-
-
-def files(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
 def has_adapters(name: str) -> bool:

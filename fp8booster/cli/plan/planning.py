@@ -20,7 +20,7 @@ from fp8booster.cli.train.defaults import gpu_recipe
 from fp8booster.cli.train.errors import OutOfMemory
 from fp8booster.cli.train.key_values import check_plugin, fp8_config
 from fp8booster.cli.train.launch import ranks
-from fp8booster.cli.train.model_folder import is_folder, require_buildable, require_layers, require_shareable
+from fp8booster.cli.train.model_folder import require_model, require_shareable
 from fp8booster.cli.train.options import TrainOptions
 from fp8booster.monitor.memory import ACTIVATIONS, GRADIENTS, TEMPORARY
 
@@ -69,9 +69,7 @@ def make_plan(options: TrainOptions, tokens: int | None, gpu: Gpu) -> list[Confi
     Raises:
         ValueError, TypeError: options that `fp8booster train` would refuse.
     """
-    folder = is_folder(options.model)
-    if folder:
-        require_buildable(options.model)
+    require_model(options.model, options.checkpointed_layers)
     recipe = gpu_recipe(options.model)
     sequence = options.sequence or recipe.sequence
     tokens = tokens or recipe.batch * sequence
@@ -80,9 +78,7 @@ def make_plan(options: TrainOptions, tokens: int | None, gpu: Gpu) -> list[Confi
     options = dataclasses.replace(options, sequence=sequence, batch=tokens // sequence)
     check_plugin(options)
     options.global_batch(options.nproc)
-    config = planned_config(options)
-    require_shareable(config, options.parallel)
-    require_layers(config, options.checkpointed_layers)
+    require_shareable(planned_config(options), options.parallel)
     if not gpu.blockwise and fp8_config(options.fp8_options, options.level).granularity == "blockwise":
         able = ", ".join(name for name, each in GPUS.items() if each.blockwise)
         raise ValueError(

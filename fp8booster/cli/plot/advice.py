@@ -125,6 +125,7 @@ def _worst(tensor: Tensor) -> Worst:
     values = tensor.values
     noise = 10 ** ((least_snr(tensor.format) - values["snr_db"]) / 10)
     times = np.fmax.reduce([values["saturated"] / SATURATED, values["flushed"] / FLUSHED, noise, 0 * tensor.steps])
+    # the first step that is not finite has the cause; the later ones follow from it
     bad = np.nan_to_num(values["non_finite"]) > 0
     at = int(np.argmax(bad)) if bad.any() else int(np.argmax(times))
     shown = {name: float(values[name][at]) for name in ("saturated", "flushed", "snr_db", "outlier")}
@@ -231,6 +232,7 @@ def _larger_than_peers(scales: Scales) -> set[str]:
     for of_part in parts.values():
         for layer, outlier in of_part.items():
             peers = [other for name, other in of_part.items() if name != layer]
+            # the median: one layer with outliers must not hide another
             if layer in lossy and peers and outlier > LARGER * np.median(peers):
                 larger.add(layer)
     return larger

@@ -224,6 +224,7 @@ def save_checkpoint(
         if rank == 0:
             (folder / "random").mkdir()
         boosted.save(folder, codes=state.options.saves_codes(state.precision))
+        # dropout draws on each rank by itself
         torch.save(_random_state(boosted.model), folder / "random" / f"rank-{rank:05d}.pt")
         if rank == 0:
             _save_config(config, folder / "model")
@@ -263,6 +264,7 @@ def load_checkpoint(
     if state.options.lora is None:  # else `load_adapters` does
         _check_shapes(checkpoint, shapes, tied)
     boosted.load(checkpoint)
+    # states of ranks cannot be divided among others
     if state.world_size == dist.get_world_size():
         with faults_named():
             state_of_rank = torch.load(checkpoint / "random" / f"rank-{dist.get_rank():05d}.pt", weights_only=True)

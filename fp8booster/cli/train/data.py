@@ -137,6 +137,7 @@ def _write_tokens(
     with (folder / "tokens.bin").open("wb") as stream:
         for texts in _grouped(corpus.documents(), _BATCH_BYTES):
             encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+            # an end behind each document, for a sequence of training may hold several
             ids = np.concatenate([np.array([*document, tokenizer.eos_token_id]) for document in encoded])
             stream.write(ids.astype(_dtype(vocabulary)).tobytes())
             count += len(ids)
@@ -148,6 +149,7 @@ def _write_tokens(
 
 
 def _dtype(vocabulary: int) -> type[np.unsignedinteger]:
+    # half of the disk and of what a step reads, for all but the largest vocabularies
     return np.uint16 if vocabulary <= 1 << 16 else np.uint32
 
 
@@ -215,6 +217,7 @@ def _standard_library() -> list[Path]:
 
 
 def _files_corpus(name: str, files: list[Path], text_column: str, cache: Path) -> Corpus:
+    # another column of the same file is another text
     digest = hashlib.sha256(text_column.encode())
     for file in files:
         digest.update(_file_digest(file))

@@ -81,6 +81,7 @@ def resolve(options: TrainOptions, launched: bool) -> TrainOptions:
         "vocabulary": vocabulary,
         "nproc": processes,
         "cache": str(cache_folder()),
+        # the time, so that a run that is started again does not write over the one before
         "out": f"runs/{Path(options.model).name}-{options.precision}-{time.strftime('%Y%m%d-%H%M%S')}",
     }
     missing = {name: value for name, value in values.items() if getattr(options, name) is None}

@@ -105,6 +105,7 @@ def run_ranks(task: Task, store: dist.TCPStore | None) -> bool:
         try:
             signalled, failures = _wait(context)
         finally:
+            # where this process fails, ranks would train on without it
             context.close(signal.SIGKILL)
             Console(stderr=True).show_cursor()  # which the bar of a rank that was killed has hidden
     if failures and not (signalled and all(failure.exitcode < 0 for failure in failures.values())):
@@ -129,6 +130,7 @@ def serve_store() -> dist.TCPStore | None:
 
 def _environments(count: int, store: dist.TCPStore | None) -> list[dict[str, str]]:
     if is_launched():
+        # of the launcher's variables ranks inherit the rest
         return [{"RANK": os.environ["RANK"], _LAUNCHER_SERVES: "True"}]
     shared = {
         "WORLD_SIZE": str(count),
@@ -137,6 +139,7 @@ def _environments(count: int, store: dist.TCPStore | None) -> list[dict[str, str
         "MASTER_PORT": str(store.port),
         _LAUNCHER_SERVES: "True",
     }
+    # each rank would take all cores, and all ranks wait for each other's threads
     defaults = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // count))}
     if not torch.cuda.is_available() and sys.platform == "linux":
         defaults["GLOO_SOCKET_IFNAME"] = "lo"  # gloo would look up the host's name, which need not resolve

@@ -86,6 +86,7 @@ class Trainer:
         tell("status", text=f"building the model {options.model}")
         self._build()
         replica = self._boosted.replica
+        # ranks that share a replica read the same tokens
         self._batches = Batches(task.tokens.open(), self._global_batch, replica.index, options.seed)
         self._step = self._position = 0
         self._began_good: str | None = None  # the checkpoint that the run resumed from
@@ -207,6 +208,7 @@ class Trainer:
             self._boosted.update(self._options.max_norm)
         except _Skip:
             skipped = True
+            # gradients that are not finite would be added to the next step's
             self._boosted.optimizer.zero_grad()
             if self._recording is not None:
                 self._recording.end_step()
@@ -320,6 +322,7 @@ class Trainer:
     def _write_result(self) -> None:
         """Keep what the summary needs beside the metrics, in `result.json`."""
         peak = torch.tensor(get_accelerator().max_memory_allocated(), dtype=torch.int64, device=self._device)
+        # the rank that needs most decides which GPU is large enough
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
         layers = self._layers()
         if dist.get_rank() == 0:

@@ -72,8 +72,10 @@ def load_config(model: str, vocabulary: int, sequence: int) -> PretrainedConfig:
     """
     if is_folder(model):
         config = folder_config(model)
+        # training reads no earlier keys and values, and gradient checkpointing refuses to keep them
         config.use_cache = False
     else:
+        # FP8 products read features in multiples of 16, and the head makes these
         config = replace(MODELS[model], vocabulary=-(-vocabulary // 16) * 16).config(sequence)
     if config.vocab_size < vocabulary:
         raise ValueError(
@@ -238,9 +240,16 @@ def _is_encoder(config: PretrainedConfig) -> bool:
     return either and not config.is_decoder
 
 
-def require_layers(config: PretrainedConfig, count: int | None) -> None:
-    """Raise ValueError for `--checkpointed-layers` beyond those of the model."""
-    layers = getattr(config, "num_hidden_layers", None)
+def require_model(model: str, count: int | None) -> None:
+    """Raise ValueError for a folder as `require_buildable`, and for `--checkpointed-layers` beyond the model's layers.
+
+    It comes before text is read and ranks start, which takes minutes.
+    """
+    if is_folder(model):
+        require_buildable(model)
+        layers = getattr(folder_config(model), "num_hidden_layers", None)
+    else:
+        layers = MODELS[model].layers
     if None not in (count, layers) and count > layers:
         raise ValueError(f"--checkpointed-layers is {count}, and the model has {layers}; give at most as many.")
 

@@ -52,6 +52,7 @@ def train_rank() -> None:
         from .loop import train
 
     if rank > 0:
+        # one rank speaks for all, or each line would come as often as there are ranks
         train(task, lambda kind, **values: None, lambda: stop.wanted)
         return
     with make_display(task.options.progress, task.precision, console) as display:
@@ -60,6 +61,7 @@ def train_rank() -> None:
 
 def _log_streams(task: Task, rank: int) -> TextIO:
     """Send standard output and standard error to the rank's log; return what standard error was."""
+    # libraries in C++ write to the descriptors, past Python's streams
     console = os.fdopen(os.dup(2), "w", buffering=1)
     with task.log(rank).open("ab") as log:
         os.dup2(log.fileno(), 1)

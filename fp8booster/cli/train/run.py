@@ -18,7 +18,6 @@ from fp8booster.cli.instructions import avoid_trapping_instructions
 from fp8booster.cli.metrics import REMOVE, read_figures, read_metrics
 from fp8booster.cli.plot.run import PAGE, read_run, scales_file
 from fp8booster.reading import read_record
-from fp8booster.training.models import MODELS
 
 from .checkpoints import RUN_FILE, find_resume, is_own, origins, read_state, require_resumable, write_run_file
 from .data import TokenFile, folder_has_tokenizer, prepare_tokens
@@ -26,7 +25,7 @@ from .defaults import resolve
 from .errors import describe
 from .key_values import check_plugin, require_fp8_here
 from .launch import Task, is_launched, is_main, ranks, run_ranks, serve_store
-from .model_folder import folder_config, is_folder, load_config, require_buildable, require_layers, require_shareable
+from .model_folder import is_folder, load_config, require_model, require_shareable
 from .options import PRECISIONS, TrainOptions
 from .progress import make_display, plain_console
 from .summary import layer_lines, machine, render, write_summary
@@ -61,11 +60,7 @@ def run(given: dict[str, Any], resume: str | None, command: str) -> int:
     _require_effect(given, options)
     check_plugin(options)
     require_fp8_here(options)
-    if is_folder(options.model):
-        require_buildable(options.model)
-    sized = MODELS.get(options.model)
-    config = folder_config(options.model) if sized is None else sized.config(sized.sequence)
-    require_layers(config, options.checkpointed_layers)
+    require_model(options.model, options.checkpointed_layers)
     options = resolve(options, is_launched())
     if is_main() and resume is None:
         _require_free(Path(options.out))
@@ -142,6 +137,7 @@ def _run(options: TrainOptions, checkpoints: dict[str, str], command: str, given
                     _tell_interrupted(task)
                 return INTERRUPTED
         if is_main():
+            # from the files alone: a resumed run has trained one of the precisions earlier
             _sum_up(options, command, tokens)
     return 0
 

@@ -20,7 +20,6 @@ from fp8booster.cli.main import app
 from fp8booster.cli.plot import advice
 from fp8booster.cli.plot.advice import Tensor
 from fp8booster.cli.plot.page import _label
-from fp8booster.cli.plot.pictures import save_losses
 from fp8booster.cli.plot.run import read_run
 from fp8booster.cli.train.key_values import fp8_config
 from fp8booster.cli.train.run import drawn_page
@@ -149,11 +148,6 @@ def test_a_run_that_recorded_no_scales_has_a_page_of_its_loss(tmp_path: Path) ->
     assert "--record" in page
 
 
-def test_losses_as_a_png(tmp_path: Path) -> None:
-    save_losses(tmp_path / "loss.png", {"BF16": {1: 2.0, 2: 1.0}, "FP8": {2: 1.1}}, "title")
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_a_page_of_many_layers_and_samples_is_small(tmp_path: Path) -> None:
     write_scales(tmp_path / "scales.jsonl", 32, 110)
     page = page_of(tmp_path)
@@ -162,23 +156,6 @@ def test_a_page_of_many_layers_and_samples_is_small(tmp_path: Path) -> None:
     assert len(weights["names"]) == 224
     assert len(weights["steps"]) == 100
     assert (weights["steps"][0], weights["steps"][-1]) == (50, 5500)
-
-
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ("", "is empty"),
-        ("[]\n", "Line 1"),
-        (json.dumps(HEADER) + "\n{\n", "Line 2"),
-        (json.dumps(HEADER) + '\n{"step": 1, "layer": "a", "role": "input", "format": 3}\n', "'format' in Line 2"),
-    ],
-)
-def test_a_damaged_record_is_named_in_a_sentence(tmp_path: Path, text: str, named: str) -> None:
-    (tmp_path / "scales.jsonl").write_text(text)
-    done = CliRunner().invoke(app, ["plot", str(tmp_path)])
-    assert done.exit_code == 2
-    assert named in done.output
-    assert "put it right, or move the file away" in done.output.replace("\n", " ")
 
 
 def test_a_folder_that_holds_no_run_is_refused(tmp_path: Path) -> None:

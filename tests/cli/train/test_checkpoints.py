@@ -92,10 +92,6 @@ def change(file: Path, text: str | None = None, **changes: object) -> None:
     ("changes", "says"),
     [
         ({"text": "{"}, r"state\.json is not JSON, or not all of it; copy the checkpoint again"),
-        ({"text": "null"}, r"state\.json holds null where an object belongs"),
-        ({"text": '{"step": 20}'}, r"state\.json has no 'position'"),
-        ({"step": "20"}, r"'step' in .*state\.json is text where a whole number belongs"),
-        ({"step": -1}, r"state\.json is of step -1, and its folder of step 20"),
         ({"step": 10}, r"state\.json is of step 10, and its folder of step 20; copy the checkpoint again"),
         ({"position": -3}, r"state\.json tells of no run"),
         ({"precision": "fp4"}, r"state\.json tells of no run"),
@@ -126,7 +122,6 @@ def test_a_checkpoint_of_an_older_version_has_the_defaults_of_newer_options(out)
     ("changes", "says"),
     [
         ({"text": "["}, r"run\.json is not JSON, or not all of it; put it right, or --resume one of the run's"),
-        ({"text": "{}"}, r"run\.json has no 'options'; put it right"),
         ({"options": {"steps": True}}, r"'steps' in .*run\.json is true or false where a whole number"),
         ({"options": {"precision": "fp4"}}, r"The options in .*run\.json are wrong \(--precision is 'fp4'"),
         ({"resumed": ["a"]}, r"'resumed' in .*run\.json is no object of paths"),

@@ -16,7 +16,7 @@ from fp8booster.cli.train.model_folder import (
     is_folder,
     load_config,
     require_buildable,
-    require_layers,
+    require_model,
     require_shareable,
 )
 from fp8booster.serving.read import freeze
@@ -173,7 +173,11 @@ def test_a_config_that_no_model_can_be_built_from_is_told_before_ranks_start(tmp
 
 @pytest.mark.parametrize("changes", [{}, {"head_dim": 20}, {"num_attention_heads": 4, "num_key_value_heads": 2}])
 def test_a_config_that_a_model_can_be_built_from_is_taken(tmp_path, changes):
-    require_buildable(folder_with(tmp_path, **changes))
+    for model, layers in ((folder_with(tmp_path, **changes), 2), ("tiny", 4)):
+        for count in (None, layers):
+            require_model(model, count)
+        with pytest.raises(ValueError, match=f"--checkpointed-layers is 9, and the model has {layers};"):
+            require_model(model, 9)
 
 
 @pytest.mark.parametrize("text", ["null", "[]", "{", "", '{"model_type": 3}', '{"model_type": "llama2"}'])
@@ -252,11 +256,3 @@ def test_experts_are_read_by_the_name_that_transformers_5_writes(tmp_path):
         assert folder_config(str(tmp_path)).num_experts == 8
     _save_config(folder_config(str(tmp_path)), tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["num_experts"] == 8
-
-
-def test_layers_to_checkpoint_are_those_of_the_model():
-    config = tiny_llama().config
-    require_layers(config, None)
-    require_layers(config, config.num_hidden_layers)
-    with pytest.raises(ValueError, match=f"--checkpointed-layers is 9, and the model has {config.num_hidden_layers};"):
-        require_layers(config, 9)
