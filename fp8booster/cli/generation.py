@@ -31,7 +31,6 @@ CACHES: dict[str, Callable[[], Any]] = {"bf16": lambda: None, "fp8": FP8Cache}
 
 _NEW_TOKENS = 128  # at most, by default
 _LEAST_TEMPERATURE = 1e-6  # logits that are divided by less may overflow; divided by this they choose as at 0
-_SEEDS = 2**64  # number of the seeds that torch has
 
 
 def continuation(
@@ -63,8 +62,6 @@ def continuation(
         raise ValueError(
             f"--seed {seed} needs sampling, and --temperature is 0; give a higher one, or leave --seed out."
         )
-    if seed is not None and not 0 <= seed < _SEEDS:
-        raise ValueError(f"--seed is {seed}; give a whole number from 0 to {_SEEDS - 1}.")
     if fp8_options and precision != "fp8":
         raise ValueError(f"--fp8-option is about FP8, and --precision is {precision}; leave one of them out.")
     source = find_model(checkpoint)

@@ -227,7 +227,8 @@ def generate(
     temperature: Annotated[
         float, typer.Option(min=0, help="Temperature of sampling; 0: always the likeliest token.")
     ] = 0.0,
-    seed: Annotated[int | None, typer.Option(min=0, help="Seed of sampling.", show_default="0")] = None,
+    # torch takes no larger seed
+    seed: Annotated[int | None, typer.Option(min=0, max=2**64 - 1, help="Seed of sampling.", show_default="0")] = None,
     kv_cache: Annotated[str, typer.Option(help="Keep keys and values in bf16 or fp8.")] = "bf16",
     fp8_option: _FP8Options = None,
 ) -> None:

@@ -78,10 +78,6 @@ def test_a_renamed_head_is_read_from_an_fp8_folder(folder, tmp_path, frozen) -> 
     assert exported.layers == 8
 
 
-def test_a_renamed_head_is_read_where_weights_are_frozen_as_they_are_loaded(folder) -> None:
-    assert torch.equal(head(load_frozen(folder, FP8Config())), head(neox()))
-
-
 def test_a_renamed_head_in_fp8_is_read_with_its_scale(folder, tmp_path) -> None:
     exported = export(folder, tmp_path / "fp8", config=FP8Config(vocabulary_head=True))
     assert (exported.layers, exported.kept) == (9, ())
@@ -90,7 +86,8 @@ def test_a_renamed_head_in_fp8_is_read_with_its_scale(folder, tmp_path) -> None:
     assert torch.equal(layer.state_dict()["weight"].view(torch.uint8), saved[HEAD].view(torch.uint8))
 
 
-def test_a_folder_with_the_names_of_the_model_in_memory_is_read(folder, tmp_path) -> None:
+def test_a_folder_with_the_names_of_files_or_of_the_model_in_memory_is_read(folder, tmp_path) -> None:
+    assert torch.equal(head(load_frozen(folder, FP8Config())), head(neox()))
     weights = folder / "model.safetensors"
     tensors = load_file(weights)
     tensors["lm_head.weight" if hasattr(neox(), "lm_head") else HEAD] = tensors.pop(HEAD)

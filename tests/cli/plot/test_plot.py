@@ -238,19 +238,37 @@ def gradients_are_flushed(record: dict[str, Any]) -> None:
         record.update(flushed=0.1, format="e4m3", snr_db=31)
 
 
+def several(record: dict[str, Any]) -> None:
+    outliers_of_swiglu_grow(record)
+    gradients_are_flushed(record)
+
+
 @pytest.mark.parametrize(
-    ("change", "option"),
+    ("config", "change", "options"),
     [
-        (outliers_of_swiglu_grow, "scaling=smooth-swiglu"),
-        (outliers_grow, "scaling=blockwise"),
-        (ends_are_noisy, "high_precision_ends=1"),
-        (inputs_are_flushed, "scaling=blockwise"),
-        (gradients_are_flushed, "formats.gradient=e5m2"),
+        ({}, outliers_of_swiglu_grow, ["scaling=smooth-swiglu"]),
+        ({}, outliers_grow, ["scaling=blockwise"]),
+        ({}, ends_are_noisy, ["high_precision_ends=1"]),
+        ({}, inputs_are_flushed, ["scaling=blockwise"]),
+        ({}, gradients_are_flushed, ["formats.gradient=e5m2"]),
+        ({}, several, ["scaling=smooth-swiglu", "formats.gradient=e5m2"]),
+        # what blocks or real-time scales have no use for
+        ({"scaling": "blockwise"}, several, []),
+        ({}, weights_are_clipped, []),
+        ({"scaling": "amax"}, weights_are_clipped, []),
+        ({"scaling": "delayed"}, weights_are_clipped, ["scaling=tensorwise"]),
+        ({"scaling": "constant"}, weights_are_clipped, ["scaling=tensorwise"]),
+        # where powers of channels are refused
+        ({"cuda_graphs": True}, outliers_of_swiglu_grow, ["scaling=blockwise"]),
+        ({"fused": False}, outliers_of_swiglu_grow, ["scaling=blockwise"]),
     ],
 )
-def test_a_recipe_is_advised_for_what_it_is_for(tmp_path: Path, change: Any, option: str) -> None:
-    assert list(advised(tmp_path, change)) == [option]
-    fp8_config([option])  # it takes such an option
+def test_a_recipe_is_advised_for_what_it_is_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], change: Any, options: list[str]
+) -> None:
+    monkeypatch.setitem(HEADER, "config", {"scaling": "tensorwise", **config})
+    assert list(advised(tmp_path, change)) == options
+    fp8_config(options)  # it takes such options
 
 
 @pytest.mark.parametrize(("factor", "planted", "steps"), [(1, 0, 8), (200, 0, 1), (200, 0, 8), (200, 4, 8)])
@@ -278,26 +296,6 @@ def test_of_a_model_with_a_large_channel_a_recipe_is_advised_with_its_numbers(
         assert each.line.startswith("--fp8-option scaling=smooth-swiglu: 1 tensor with outliers more than 4 times")
 
 
-def test_what_a_granularity_excludes_is_not_advised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def all_of_it(record: dict[str, Any]) -> None:
-        outliers_of_swiglu_grow(record)
-        gradients_are_flushed(record)
-
-    assert list(advised(tmp_path, all_of_it)) == ["scaling=smooth-swiglu", "formats.gradient=e5m2"]
-    monkeypatch.setitem(HEADER, "config", {"scaling": "blockwise"})
-    assert list(advised(tmp_path, all_of_it)) == []
-
-
-@pytest.mark.parametrize("scaling", ["delayed", "constant", "tensorwise", "amax"])
-def test_of_values_that_are_clipped_real_time_scales_are_advised(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scaling: str
-) -> None:
-    monkeypatch.setitem(HEADER, "config", {"scaling": scaling})
-    assert list(advised(tmp_path, weights_are_clipped)) == (
-        ["scaling=tensorwise"] if scaling in ("delayed", "constant") else []
-    )
-
-
 @pytest.mark.parametrize("scaling", ["delayed", "constant"])
 @pytest.mark.parametrize("change", [outliers_of_swiglu_grow, outliers_grow, inputs_are_flushed])
 def test_what_needs_real_time_scales_begins_with_these(
@@ -307,14 +305,6 @@ def test_what_needs_real_time_scales_begins_with_these(
     (option, reason), *others = advised(tmp_path, change).items()
     assert (option, others) == ("scaling=tensorwise", [])
     assert re.search(r", and (scaling=smooth-swiglu|scaling=blockwise) goes with real-time scales alone: most", reason)
-
-
-@pytest.mark.parametrize("config", [{"cuda_graphs": True}, {"fused": False}])
-def test_powers_for_channels_are_not_advised_where_they_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]
-) -> None:
-    monkeypatch.setitem(HEADER, "config", {**config, "scaling": "tensorwise"})
-    assert list(advised(tmp_path, outliers_of_swiglu_grow)) == ["scaling=blockwise"]
 
 
 def test_the_limits_lie_a_bit_below_what_a_format_gives() -> None:
