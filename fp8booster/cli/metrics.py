@@ -49,6 +49,7 @@ class MetricsLog:
         path = folder / "metrics.jsonl"
         if path.exists():
             write_whole(path, "".join(_line(each) for each in read_metrics(path) if each.step <= done))
+        # line by line, so that a kill loses the step at hand alone
         self._stream = path.open("a", buffering=1)
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1)
 
@@ -88,14 +89,6 @@ class RunFigures:
     world_size: int
     layers: tuple[dict[str, Any], ...]  # rows of `fp8booster.report`
     traffic: tuple[dict[str, Any], ...]  # rows of `monitor.traffic.Traffic`
-
-    @property
-    def fp8_layers(self) -> int:
-        return count_fp8(self.layers)
-
-    @property
-    def other_layers(self) -> list[str]:
-        return not_in_fp8(self.layers)
 
 
 def count_fp8(rows: Sequence[Mapping[str, Any]]) -> int:

@@ -110,6 +110,7 @@ def _calibrate(model: nn.Module, batches: Iterable[Batch]) -> None:
     if not layers:
         raise ValueError("the inputs of all layers have given scales already; leave out batches")
     training = [module for module in model.modules() if module.training]
+    # dropout would give amaxes that inference never meets
     model.eval()
     try:
         for batch in batches:

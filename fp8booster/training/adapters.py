@@ -83,7 +83,13 @@ def load_adapters(model: nn.Module, folder: Path) -> None:
         saved = load_file(file)
     state = _adapters_of(model)
     here = get_peft_model_state_dict(_required(model), state_dict=state, save_embedding_layers=False)
-    require_shapes_of(file, shapes_of(saved), shapes_of(here))
+    for name in sorted({*saved, *here}):
+        there, own = (list(each[name].shape) if name in each else "missing" for each in (saved, here))
+        if there != own:
+            raise ValueError(
+                f"The adapters in {file} are others: {name} is {there} there and {own} here; resume with the --lora "
+                f"options they began with, or {COPY_AGAIN}."
+            )
     names = {id(value): name for name, value in state.items()}  # in the state dict, of which peft shortens them
     model.load_state_dict({names[id(value)]: saved[name] for name, value in here.items()}, strict=False)
 
@@ -97,18 +103,3 @@ def _required(model: nn.Module) -> PeftModel:
 
 def _adapters_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value for name, value in model.state_dict().items() if "lora_" in name}
-
-
-def shapes_of(tensors: dict[str, Any]) -> dict[str, list[int]]:
-    """Return the shapes of tensors by name."""
-    return {name: list(tensor.shape) for name, tensor in tensors.items()}
-
-
-def require_shapes_of(file: Path, saved: dict[str, list[int]], here: dict[str, list[int]]) -> None:
-    """Raise ValueError unless a file holds the tensors that are here."""
-    for name in sorted({*saved, *here}):
-        if saved.get(name) != here.get(name):
-            raise ValueError(
-                f"The adapters in {file} are others: {name} is {saved.get(name, 'missing')} there and "
-                f"{here.get(name, 'missing')} here; resume with the --lora options they began with, or {COPY_AGAIN}."
-            )

@@ -45,7 +45,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def generate(*arguments: object) -> tuple[str, str]:
-    """What was printed, and what was told besides."""
+    """Return the text that was printed, and what was told besides."""
     asked = ["generate", *map(str, arguments), "--prompt", PROMPT, "--max-new-tokens", "16"]
     done = CliRunner().invoke(app, asked, catch_exceptions=False)
     assert done.exit_code == 0, done.stderr

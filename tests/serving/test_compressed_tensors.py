@@ -1,4 +1,4 @@
-"""What compressed-tensors, by which vLLM and transformers read such folders, makes of an export."""
+"""The reading of exports by compressed-tensors, with which vLLM and transformers read them."""
 
 from __future__ import annotations
 

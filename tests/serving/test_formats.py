@@ -95,7 +95,7 @@ def test_scales_are_rounded_as_in_training_where_that_has_scales_of_this_kind(na
 
 @pytest.mark.parametrize("shape", [(128,), (128, 1)])
 def test_a_scale_of_each_row_multiplies_its_row(shape):
-    """Of a square weight, whose columns it would fit too."""
+    """The weight is square: the scale would fit its columns too."""
     scale = torch.arange(1, 129, dtype=torch.float32)
     values = decode(torch.ones(128, 128).to(E4M3), scale.view(shape), None, "weight")
     assert torch.equal(values, scale[:, None].expand(128, 128))

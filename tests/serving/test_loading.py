@@ -82,7 +82,7 @@ def rewrite(folder: Path, **changed: torch.Tensor | None) -> None:
 
 
 def readers(folder: Path) -> dict[str, Callable[[], object]]:
-    """What reads a folder of a model in 16 bits."""
+    """Return all that reads a folder of a model in 16 bits."""
     return {
         "train": lambda: require_buildable(str(folder)),
         "load": lambda: load_model(folder),
@@ -103,7 +103,7 @@ def refused(folder: Path, words: str, *, but: tuple[str, ...] = ()) -> None:
 
 @contextmanager
 def within(seconds: int) -> Iterator[None]:
-    """What waits for ever, as for who writes to a pipe, fails."""
+    """Fail where something waits for ever, as for who writes to a pipe."""
 
     def stop(*_: object) -> None:
         raise TimeoutError("it waits")

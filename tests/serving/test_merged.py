@@ -193,7 +193,7 @@ def test_adapters_on_gpt2s_layers_and_on_positions_are_merged(tmp_path, dora) ->
 
 
 def test_adapters_on_embeddings_are_merged_with_the_weight_that_the_model_has(base, tmp_path) -> None:
-    """Of embeddings with adapters peft saves the weight too."""
+    """With adapters on embeddings peft saves the weight too."""
     adapted = adapters_on(in_16_bits(base), tmp_path / "adapters", ["q_proj", "embed_tokens"])
     assert any(".base_layer." in name for name in files(tmp_path / "adapters"))
     assert export(tmp_path / "adapters", tmp_path / "out", format="bf16").merged == 3

@@ -127,7 +127,7 @@ def qwen_moe() -> Any:
 
 
 def linear_layers(block: str, up: tuple[str, str], down: str) -> set[str]:
-    """What files have of linear layers, but head and routers, in FP8: attention's, and those of four experts."""
+    """Return the linear layers that files have in FP8: attention's, and those of four experts."""
     layers = [f"model.layers.{number}" for number in range(2)]
     experts = {f"{layer}.{block}.experts.{n}.{name}" for layer in layers for n in range(4) for name in (*up, down)}
     return experts | {f"{layer}.self_attn.{name}_proj" for layer in layers for name in "qkvo"}

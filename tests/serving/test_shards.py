@@ -42,7 +42,7 @@ def test_a_tensor_may_be_renamed_twice(tmp_path: Path) -> None:
 
 
 def test_files_are_as_full_as_they_may_be(tmp_path: Path) -> None:
-    """Of tensors of 40, 40, 20, 100, 10 and 100 bytes: a large one alone, and no file that had room for the next."""
+    """Tensors have 40, 40, 20, 100, 10 and 100 bytes: a large one alone, and no file that had room for the next."""
     writer = ShardWriter(tmp_path, 100)
     sizes = {"a": 10, "b": 10, "c": 5, "d": 25, "e": 2, "f": 50}
     for name, size in sizes.items():

@@ -1,4 +1,4 @@
-"""What ZeRO trained with, and what is exported of it."""
+"""Weights that ZeRO trained with, and what is exported of them."""
 
 from __future__ import annotations
 

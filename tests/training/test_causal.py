@@ -1,4 +1,4 @@
-"""What a batch of tokens becomes for a causal language model."""
+"""Batches of tokens for a causal language model."""
 
 from __future__ import annotations
 

@@ -61,6 +61,7 @@ class Speed:
 
 def devices() -> list[torch.device]:
     """The CPU and the first GPU of each kind."""
+    # from the last, so that the first of each kind is what stays
     kinds = {torch.cuda.get_device_name(index): index for index in reversed(range(torch.cuda.device_count()))}
     return [torch.device("cpu"), *(torch.device("cuda", index) for index in sorted(kinds.values()))]
 

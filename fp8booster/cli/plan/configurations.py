@@ -43,6 +43,7 @@ class Gpu:
 
 
 GPUS = {
+    # torch's products take blockwise scales on Hopper alone
     name: Gpu(name, memory, blockwise=name.startswith("H"))
     for name, memory in {"L40S": 44, "H100": 79, "H100-NVL": 93, "H200": 139, "B200": 178}.items()
 }

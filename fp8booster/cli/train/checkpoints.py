@@ -221,6 +221,7 @@ def save_checkpoint(
     """
     rank = dist.get_rank()
     with new_checkpoint(root, state.step, keep=state.options.keep, finite=finite) as folder:
+        # before `boosted.save`, in which ranks wait for each other: then it is there for all
         if rank == 0:
             (folder / "random").mkdir()
         boosted.save(folder, codes=state.options.saves_codes(state.precision))

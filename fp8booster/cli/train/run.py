@@ -105,6 +105,7 @@ def _locked(out: Path) -> Iterator[None]:
     """Keep other commands out of a run's folder. Raises ValueError when one is in it."""
     out.mkdir(parents=True, exist_ok=True)
     try:
+        # who waited for the other would train over its checkpoints afterwards
         with FileLock(out / ".lock", blocking=False):
             yield
     except Timeout:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from fp8booster.cli.metrics import LAST, RunFigures, finite_or_null
+from fp8booster.cli.metrics import LAST, RunFigures, count_fp8, finite_or_null, not_in_fp8
 from fp8booster.files import write_whole
 from fp8booster.version import __version__
 
@@ -32,7 +32,7 @@ def rows(columns: list[RunFigures]) -> list[list[str]]:
         ["ms a step", *(f"{1e3 * column.step_seconds:,.1f}" for column in columns)],
         ["peak memory, MiB a rank", *(f"{column.peak_memory / 2**20:,.0f}" for column in columns)],
         ["sent, MB a step and rank", *(f"{column.step_bytes / 1e6:,.2f}" for column in columns)],
-        ["linear layers in FP8", *(f"{column.fp8_layers} of {len(column.layers)}" for column in columns)],
+        ["linear layers in FP8", *(f"{count_fp8(column.layers)} of {len(column.layers)}" for column in columns)],
     ]
     if len(columns) > 1:
         difference = [f"{100 * (column.final_loss / first.final_loss - 1):+.2f} %" for column in columns[1:]]
@@ -56,8 +56,8 @@ def layer_lines(columns: list[RunFigures]) -> list[str]:
     return [
         f"{column.precision.upper()} run, not in FP8: {layers}"
         for column in columns
-        if column.fp8_layers
-        for layers in column.other_layers
+        if count_fp8(column.layers)
+        for layers in not_in_fp8(column.layers)
     ]
 
 
@@ -85,6 +85,7 @@ def write_summary(folder: Path, options: TrainOptions, command: str, columns: li
         "options": _as_json(options),
         "columns": [_as_json(column) for column in columns],
     }
+    # NaN is no JSON, and other languages' readers refuse it
     write_whole(folder / "summary.json", json.dumps(document, indent=1, allow_nan=False) + "\n")
 
     first = columns[0]

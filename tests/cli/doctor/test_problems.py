@@ -1,4 +1,4 @@
-"""What the doctor makes of environments that this machine does not have."""
+"""The doctor's judgement of environments that this machine does not have."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def peak(found: dict[str, Counter[str]]) -> int:
 
 
 def real_step(given: dict[str, object], precision: str) -> dict[str, Counter[str]]:
-    """What this rank's tensors take."""
+    """Count what this rank's tensors take."""
     tracker = dry_run.MemoryTracker()
     run = Operator.run
 
@@ -187,7 +187,7 @@ def test_gradients_that_wait_for_the_next_micro_batch_are_counted_by_their_kind(
 
 
 def test_a_default_goes_by_the_memory_of_the_gpu():
-    """Of which a model with few layers has its share."""
+    """A model with few layers has its share of it."""
     assert dry_steps(memory_a_value=1)[FORWARD][WEIGHTS] < 0.8 * dry_steps()[FORWARD][WEIGHTS]
 
 

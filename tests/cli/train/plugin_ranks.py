@@ -1,4 +1,4 @@
-"""What the ranks of the tests of `fp8booster train --plugin` do."""
+"""Runs of the ranks in the tests of `fp8booster train --plugin`."""
 
 from __future__ import annotations
 

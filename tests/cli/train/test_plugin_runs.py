@@ -51,7 +51,7 @@ def network(layers: int = 2) -> LlamaForCausalLM:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What rank 0 found."""
+    """Return what rank 0 found."""
     folder = tmp_path_factory.mktemp("plugins")
     shutil.copy(Path(sysconfig.get_paths()["stdlib"], "ast.py"), folder / "text.py")
     source = (folder / "text.py").read_text()

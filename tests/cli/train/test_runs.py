@@ -211,6 +211,7 @@ def test_an_interrupted_run_says_how_to_go_on_and_does(tmp_path, data):
 
 def test_a_rank_that_dies_ends_the_run_with_its_name(tmp_path, data):
     process, workers = begin(tmp_path / "run", "--precision", "bf16", *data)
+    # not rank 0, whose peers lose its connection first and say so
     workers[1].kill()
     _, said = process.communicate()
     assert process.returncode == 2
@@ -220,7 +221,7 @@ def test_a_rank_that_dies_ends_the_run_with_its_name(tmp_path, data):
 
 
 def is_told_to_stop(worker: psutil.Process) -> bool:
-    """Whether SIGTERM waits for a process that is stopped."""
+    """Tell whether SIGTERM waits for a process that is stopped."""
     pending = re.search(r"ShdPnd:\s*(\w+)", Path(f"/proc/{worker.pid}/status").read_text())[1]
     return bool(int(pending, 16) >> (signal.SIGTERM - 1) & 1)
 
