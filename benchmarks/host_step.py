@@ -23,6 +23,7 @@ from benchmarks.harness.calls import idle_gpu, python_calls
 from benchmarks.harness.results import Column, Record, Result, Table, spread
 from benchmarks.harness.statistics import Samples
 from benchmarks.training.job import Job
+from fp8booster.nn.graphs.recorder import Memory
 
 WARM_UP = 8
 """Steps, after which layers have been captured."""
@@ -31,10 +32,34 @@ PHASES = ("forward", "backward", "update")
 
 
 class _Replays:
-    """Captures work by doing it once; a replay does nothing."""
+    """Captures work by doing it once; a replay does nothing, and no memory is shared."""
 
-    def __call__(self, work: Callable[[], Any], *, passing: bool = False) -> tuple[Callable[[], None], Any]:
+    def __call__(self, work: Callable[[], Any], memory: Any = None) -> tuple[Callable[[], None], Any]:
         return _nothing, work()
+
+    def new_memory(self) -> Any:
+        return Memory()
+
+    def in_use(self, memory: Any) -> dict[int, int]:
+        return {}
+
+    def allocated(self) -> tuple[int, int]:
+        return 0, 0
+
+    def why_no_room(self, memory: Any, kept: int, passing: int) -> None:
+        return None
+
+    def let_go(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def outside(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        return None
+
+    def holders(self, tensor: torch.Tensor) -> int:
+        return 1
+
+    def place_like(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
+        return torch.zeros_like(tensor)
 
 
 def _nothing() -> None:

@@ -101,7 +101,9 @@ def test_a_gradient_that_is_held_outlives_other_steps(record: Rerun | None, devi
 def test_graphs_take_little_more_than_eager_layers(device: torch.device) -> None:
     if device.type != "cuda":
         pytest.skip("the memory of a GPU")
-    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "max_position_embeddings": 2048}
+    # as of 1 B: what lies in memory of its own takes 20 MiB at the least, which smaller weights do not fill
+    sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 16}
+    sizes |= {"num_hidden_layers": 8, "max_position_embeddings": 2048}
     reserved = []
     for graphs in (False, True):
         model = build(**sizes).to(device)
@@ -115,7 +117,7 @@ def test_graphs_take_little_more_than_eager_layers(device: torch.device) -> None
             forward(model, tokens(step, device, 2048)).backward()
             model.zero_grad()
         reserved.append(torch.cuda.memory_reserved() - before)
-    assert captured_layers(model) == {None: 12}
+    assert captured_layers(model) == {None: 8}
     assert reserved[1] <= 1.25 * reserved[0], reserved
 
 
