@@ -23,7 +23,7 @@ TESTS5 := tests/nn/test_families.py tests/nn/test_modules.py tests/nn/linear/tes
   $(addprefix tests/nn/fused/test_,causal_lm_loss.py decoder.py families.py fuse.py packing.py recompute.py transformers.py) \
   tests/colossal/test_missing_imports.py tests/colossal/tensor/test_body.py \
   tests/plugins/test_low_level_zero_fused.py tests/plugins/test_sharding.py \
-  tests/nn/experts/test_held_as_one.py tests/plugins/test_experts_held_as_one.py tests/cli/train/test_model_folder.py \
+  tests/nn/experts/test_fp8_experts.py tests/plugins/test_fp8_experts.py tests/cli/train/test_model_folder.py \
   $(addprefix tests/plugins/test_low_level_zero_checkpoints.py::test_, \
     checkpoints_cross keys_are_those_of_the_native_plugin transformers_loads_a_checkpoint_of_an_fp8_run) \
   $(addprefix tests/plugins/test_torch_ddp.py::test_ddp_, \
@@ -52,7 +52,7 @@ TESTS5 := tests/nn/test_families.py tests/nn/test_modules.py tests/nn/linear/tes
     llama_has_one_body mistral_has_one_body qwen2_has_one_body qwen3_has_a_policy mixtral_has_one_body \
     models_that_are_not_sharded_are_refused mixtral_policies_know_the_block mixtral_blocks_return_their_output \
     hybrid_parallel_plugin_splits_experts moe_hybrid_parallel_plugin_splits_experts) \
-  $(addprefix tests/cli/plan/test_dry_run.py::test_, experts_held_as_one_are_planned_in_grouped_products \
+  $(addprefix tests/cli/plan/test_dry_run.py::test_, experts_in_one_parameter_are_planned_in_grouped_products \
     peaks_are_those_of_a_rank_that_trains) \
   $(addprefix tests/cli/train/test_runs.py::test_, a_run_in_both_precisions_ends_with_a_table_and_keeps_its_files \
     a_resumed_run_equals_the_uninterrupted_one_bit_for_bit the_model_of_a_checkpoint_is_a_hugging_face_folder)

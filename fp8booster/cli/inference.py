@@ -17,7 +17,7 @@ from fp8booster.cli.train.key_values import fp8_config, inference_fp8_config, pa
 from fp8booster.cli.train.model_folder import build_model, folder_config, has_weights, is_folder
 from fp8booster.config import FP8Config
 from fp8booster.kernels.device import require_fp8
-from fp8booster.nn.experts.held_as_one import are_experts
+from fp8booster.nn.experts.fp8_experts import are_experts
 from fp8booster.nn.linear.frozen import FrozenFP8Linear
 from fp8booster.nn.quantize import quantize
 from fp8booster.serving.sources import Folder
@@ -159,7 +159,7 @@ def load_model(
 def _cast_from_masters(model: nn.Module, source: FoundModel) -> int:
     """Cast weights again that training cast from master weights, under the scales that it shared; return their number.
 
-    None where experts are held as one parameter or no layer is an nn.Linear, and where ranks divided layers.
+    None where experts lie in one parameter or no layer is an nn.Linear, and where ranks divided layers.
     """
     layers = {f"{path}.weight": each for path, each in model.named_modules() if isinstance(each, FrozenFP8Linear)}
     if source.masters is None or not layers or any(map(are_experts, model.modules())):

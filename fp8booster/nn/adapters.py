@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8booster.nn.experts.held_as_one import FP8Experts
+from fp8booster.nn.experts.fp8_experts import FP8Experts
 from fp8booster.nn.linear.frozen import FrozenLayer, before_decoding
 from fp8booster.nn.linear.layer import FP8Layer, forget_weight, restore_weight
 from fp8booster.nn.linear.low_rank import low_rank_product

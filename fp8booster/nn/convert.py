@@ -15,7 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 from fp8booster.config import FP8Config, all_but_vocabulary_heads, config_or_default
 from fp8booster.kernels.alignment import aligned, multiple_for
 from fp8booster.nn.adapters import follow_merges
-from fp8booster.nn.experts.held_as_one import FP8Experts, are_experts, why_not
+from fp8booster.nn.experts.fp8_experts import FP8Experts, are_experts, why_not
 from fp8booster.nn.linear.frozen import FrozenLayer
 from fp8booster.nn.linear.layer import FP8Layer, FP8Linear
 from fp8booster.nn.linear.low_rank import low_rank_adapters
@@ -77,7 +77,7 @@ def convert_to_fp8(
     kinds: Kinds = KINDS,
     kept: Mapping[int, str] = MappingProxyType({}),
 ) -> nn.Module:
-    """Turn a model's linear layers, and experts held as one parameter, into FP8 layers, in place.
+    """Turn a model's linear layers, and experts in one parameter, into FP8 layers, in place.
 
     Parameters, their names, state dict keys and module identities stay as they are. Layers that stay in high precision
     are remembered with the reason, which `report` shows; where that is all of them, of which some were asked for, a
@@ -263,7 +263,7 @@ def linear_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def weights_outside(model: nn.Module) -> list[tuple[str, nn.Module, str, Kept]]:
     """Return what products may read besides linear layers' weights: (module's path, module, parameter's name, why).
 
-    Experts held as one parameter, the input projection of `nn.MultiheadAttention`, convolutions, whatever has two or
+    Experts in one parameter, the input projection of `nn.MultiheadAttention`, convolutions, whatever has two or
     more dimensions larger than one. Not embeddings and norms, which multiply no matrices; their classes are known by
     name.
     """

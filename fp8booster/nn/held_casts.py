@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from fp8booster.nn.experts.fp8_experts import FP8Experts
 from fp8booster.nn.experts.grouped import GroupedExperts
-from fp8booster.nn.experts.held_as_one import FP8Experts
 from fp8booster.nn.fused.merged_layers import MergedLayers
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.weights.casting import Casts

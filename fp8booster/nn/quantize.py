@@ -13,7 +13,7 @@ from torch import nn
 from fp8booster.config import FP8Config, config_or_default
 from fp8booster.kernels.scales import amax_of
 from fp8booster.nn.convert import Kinds, convert_to_fp8, is_linear
-from fp8booster.nn.experts.held_as_one import are_experts
+from fp8booster.nn.experts.fp8_experts import are_experts
 from fp8booster.nn.linear.frozen import FrozenFP8Linear, FrozenLayer
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import held_by_several
@@ -89,7 +89,7 @@ def _kept(model: nn.Module) -> dict[int, str]:
         if is_linear(module) and "weight" not in module._parameters:
             kept[id(module)] = "its weight is computed for each forward"
         if are_experts(module):
-            kept[id(module)] = "experts held as one parameter are not kept in FP8"
+            kept[id(module)] = "experts in one parameter are not kept in FP8"
     return kept
 
 

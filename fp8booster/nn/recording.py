@@ -28,7 +28,7 @@ from fp8booster.monitor.recorder import PATIENCE, Recorder, put, take, warn
 from fp8booster.monitor.sinks import KIND, Sink, sinks_of
 from fp8booster.monitor.watchdog import Watchdog, remedy_of_nonfinite
 from fp8booster.nn.convert import linear_layers
-from fp8booster.nn.experts.held_as_one import FP8Experts
+from fp8booster.nn.experts.fp8_experts import FP8Experts
 from fp8booster.nn.fused import pointwise
 from fp8booster.nn.graphs.layer import captured_layers, look_inside
 from fp8booster.nn.held_casts import forget_step, held_casts, plain_name

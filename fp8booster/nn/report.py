@@ -17,8 +17,8 @@ from torch.nn.utils import parametrize
 
 from fp8booster.config import FP8Config
 from fp8booster.nn.convert import Kept, heads_among, kept_reason, linear_layers, product_features, weights_outside
+from fp8booster.nn.experts.fp8_experts import FP8Experts
 from fp8booster.nn.experts.grouped import grouped_experts
-from fp8booster.nn.experts.held_as_one import FP8Experts
 from fp8booster.nn.fused.attention import kernels
 from fp8booster.nn.fused.attention_form import head_size, heads_of_a_key, value_size
 from fp8booster.nn.fused.decoder import FusedDecoderLayer, changed_parts
@@ -92,7 +92,7 @@ class Report:
     """Its linear layers."""
 
     outside: tuple[LayerRow, ...] = ()
-    """Parameters of other modules that products may read, such as convolutions: none in FP8 but experts held as one."""
+    """Parameters of other modules that products may read, such as convolutions; only experts among them are in FP8."""
 
     merged: tuple[MergedRow, ...] = ()
     grouped: tuple[GroupedRow, ...] = ()

@@ -20,7 +20,7 @@ from torch import nn
 from fp8booster.config import FP8Config
 from fp8booster.kernels.alignment import ALIGNMENT
 from fp8booster.nn.convert import convert_to_fp8
-from fp8booster.nn.experts.held_as_one import FP8Experts, are_experts
+from fp8booster.nn.experts.fp8_experts import FP8Experts, are_experts
 from fp8booster.nn.fused import fuse
 from fp8booster.nn.fused.merged_layers import merged_layers
 from fp8booster.nn.linear.frozen import FrozenLayer
@@ -254,7 +254,7 @@ def _stacked(model: nn.Module, path: str, names: StoredNames) -> list[tuple[str,
 
 
 def _of_linear_layers(model: nn.Module) -> list[str]:
-    """Return linear layers' weights: those of nn.Linear, of experts held as one parameter, and of their routers."""
+    """Return linear layers' weights: those of nn.Linear, of experts in one parameter, and of their routers."""
     found = [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     for path in _experts(model):
         stacks = model.get_submodule(path).named_parameters(recurse=False)

@@ -12,8 +12,8 @@ from torch import nn
 
 from fp8booster import FP8Config, convert_to_fp8
 from fp8booster.config import Activations
+from fp8booster.nn.experts.fp8_experts import FP8Experts
 from fp8booster.nn.experts.grouped import GroupedExperts
-from fp8booster.nn.experts.held_as_one import FP8Experts
 from fp8booster.nn.fused import fuse
 from fp8booster.nn.fused.merged_layers import merged_layers
 from fp8booster.nn.linear.layer import FP8Layer
@@ -21,7 +21,7 @@ from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.resharded import ReshardedWeight
 from fp8booster.scaling import INPUT, OUTPUT_GRADIENT, WEIGHT
 from tests.nn.experts.test_experts import experts, tokens
-from tests.nn.experts.test_held_as_one import HIDDEN, Experts
+from tests.nn.experts.test_fp8_experts import HIDDEN, Experts
 from tests.nn.fused.models import batch, build
 
 

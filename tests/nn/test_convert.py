@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from fp8booster import FP8Config, FP8Linear, convert_to_fp8, quantize, report
-from fp8booster.nn.experts.held_as_one import FP8Experts
-from tests.nn.experts.test_held_as_one import Experts
+from fp8booster.nn.experts.fp8_experts import FP8Experts
+from tests.nn.experts.test_fp8_experts import Experts
 from tests.nn.models import tiny_llama
 
 
@@ -83,7 +83,7 @@ def test_lists_inside_layers_have_no_ends_of_their_own() -> None:
     assert found == {f"{side}.1.parts.{part}" for side in ("encoder", "decoder") for part in range(3)}
 
 
-def test_experts_held_as_one_stay_in_high_precision_at_both_ends() -> None:
+def test_experts_in_one_parameter_stay_in_high_precision_at_both_ends() -> None:
     class Layer(nn.Module):
         def __init__(self) -> None:
             super().__init__()

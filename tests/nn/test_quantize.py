@@ -118,7 +118,7 @@ def test_the_report_names_what_stays_in_16_bits_and_why() -> None:
     quantize(model)
     kept = {row.notes for row in (*report(model).other, *report(model).outside)}
     router = "a router, where rounding would send tokens to other experts"
-    as_one = {"experts held as one parameter are not kept in FP8"} if MAJOR >= 5 else set()
+    as_one = {"experts in one parameter are not kept in FP8"} if MAJOR >= 5 else set()
     assert kept == {"FP8Config.layers leaves it out", router} | as_one
     tied = quantize(copy.deepcopy(tiny_llama(tie_word_embeddings=True)), FP8Config(vocabulary_head=True))
     (head,) = report(tied).other

@@ -169,7 +169,7 @@ class Block(nn.Module):
         self.experts = Experts()
 
 
-def test_experts_held_as_one_parameter_are_named_and_counted() -> None:
+def test_experts_in_one_parameter_parameter_are_named_and_counted() -> None:
     result = report(convert_to_fp8(Block()))
     assert [(row.name, row.shape, row.weights) for row in result.outside] == [
         ("gate.weight", (4, 1, 32), 128),

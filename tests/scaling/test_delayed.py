@@ -24,7 +24,7 @@ from fp8booster.scaling import delayed as module
 from fp8booster.scaling.steps import note_step
 from tests.kernels.matrices import same
 from tests.nn.experts.test_experts import experts, tokens
-from tests.nn.experts.test_held_as_one import HIDDEN, Experts
+from tests.nn.experts.test_fp8_experts import HIDDEN, Experts
 from tests.nn.fused.models import batch, build
 from tests.nn.reference import count_calls
 from tests.scaling.waiting import never_waiting

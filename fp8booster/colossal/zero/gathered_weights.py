@@ -31,8 +31,8 @@ from fp8booster.comm.observer import bytes_of_encoded, observer
 from fp8booster.comm.threshold import ranks_of
 from fp8booster.comm.transport import gather_many
 from fp8booster.kernels.shard_cast import unpack
+from fp8booster.nn.experts.fp8_experts import FP8Experts
 from fp8booster.nn.experts.grouped import grouped_experts
-from fp8booster.nn.experts.held_as_one import FP8Experts
 from fp8booster.nn.fused.merged_layers import MergedLayers, merged_layers
 from fp8booster.nn.linear.layer import FP8Layer, restore_weight
 from fp8booster.nn.sharding import NOT_FP8, Filled, ScaleGroup, ShardedCast, count_readers, scale_groups, why_in_16_bits
@@ -162,7 +162,7 @@ class GatheredWeights:
         for module in model.modules():
             if isinstance(module, FP8Experts):
                 held = (getattr(module, name) for name in module.fp8_weights)
-                self._reasons |= dict.fromkeys(held, "experts held as one parameter")
+                self._reasons |= dict.fromkeys(held, "experts in one parameter")
             elif isinstance(module, FP8Layer) and id(weight := module._parameters.get("weight")) in masters:
                 reason = why_in_16_bits(module, readers=readers[weight], of_engine=self._why_not_cast(weight))
                 if reason is None:

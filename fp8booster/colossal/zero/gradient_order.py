@@ -14,7 +14,7 @@ from colossalai.zero.low_level import LowLevelZeroOptimizer
 from torch import nn
 
 from fp8booster.colossal.temporarily import temporarily
-from fp8booster.nn.experts.held_as_one import FP8Experts
+from fp8booster.nn.experts.fp8_experts import FP8Experts
 from fp8booster.nn.fused.merged_layers import merged_layers
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import change_class, mixed_class

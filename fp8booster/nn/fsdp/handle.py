@@ -27,7 +27,7 @@ from torch.distributed.fsdp._flat_param import FlatParamHandle
 from fp8booster.comm.encoding import DEFAULT, Encoding
 from fp8booster.comm.fsdp import reduce_flat_fsdp
 from fp8booster.comm.observer import observer
-from fp8booster.nn.experts.held_as_one import FP8Experts
+from fp8booster.nn.experts.fp8_experts import FP8Experts
 from fp8booster.nn.fsdp.flat_weights import NAME, FlatWeights
 from fp8booster.nn.fused.causal_lm_loss import fused_head
 from fp8booster.nn.fused.head import HeldHead

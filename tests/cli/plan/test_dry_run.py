@@ -134,7 +134,7 @@ def test_fp8_weights_that_a_step_frees_have_a_part_of_their_own():
 
 
 @pytest.mark.skipif(transformers.__version__.startswith("4."), reason="experts are modules")
-def test_experts_held_as_one_are_planned_in_grouped_products(tmp_path: Path) -> None:
+def test_experts_in_one_parameter_are_planned_in_grouped_products(tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "num_attention_heads": 4}
     config = MixtralConfig(
         **sizes, num_key_value_heads=4, num_local_experts=4, vocab_size=128, max_position_embeddings=64

@@ -10,7 +10,7 @@ from torch import nn
 
 from fp8booster import FP8Config, convert_to_fp8
 from fp8booster.colossal.zero.gradient_order import _sets, keep_one_order
-from tests.nn.experts.test_held_as_one import Experts
+from tests.nn.experts.test_fp8_experts import Experts
 
 
 class Native(LowLevelZeroOptimizer):

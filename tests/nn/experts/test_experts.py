@@ -19,6 +19,7 @@ from fp8booster import FP8Config, FP8Linear, convert_to_fp8, report
 from fp8booster.config import Activations, Formats, WeightCopies
 from fp8booster.formats import E5M2
 from fp8booster.nn.experts import grouped as module
+from fp8booster.nn.experts import stack
 from fp8booster.nn.experts.dispatch import run_experts
 from fp8booster.nn.experts.grouped import GroupedExperts
 from fp8booster.nn.fused.decoder import mix
@@ -386,7 +387,7 @@ def test_few_experts_of_few_tokens_are_left_to_their_layers(monkeypatch: pytest.
     grouped = GroupedExperts(fp8)
     assert grouped(tokens(counts), counts) is None
     assert grouped.why_one_by_one == "too few tokens for so few experts"
-    monkeypatch.setattr(module, "EXPERTS_THAT_PAY", EXPERTS)
+    monkeypatch.setattr(stack, "EXPERTS_THAT_PAY", EXPERTS)
     assert GroupedExperts(fp8)(tokens(counts), counts) is not None
     always = experts(FP8Config(always=True))
     assert GroupedExperts(always)(tokens(counts), counts) is not None

@@ -33,7 +33,7 @@ def tokens(seed: int) -> torch.Tensor:
 def assert_in_fp8(model: nn.Module) -> None:
     rows = [row for row in report(model).outside if row.notes != WHY_NOT_ROUTERS]
     assert len(rows) == 4
-    assert {(row.precision, row.notes) for row in rows} == {("FP8", "experts held as one, in grouped products")}
+    assert {(row.precision, row.notes) for row in rows} == {("FP8", "experts in one parameter, in grouped products")}
 
 
 @ranks(2)
@@ -80,7 +80,7 @@ def test_statistics_tell_that_experts_are_gathered_in_16_bits() -> None:
     comm.reset_statistics()
     run.step(tokens(dist.get_rank()))
     # two parameters a layer, of two layers
-    assert comm.statistics()["weight gather"].uncompressed["experts held as one parameter"] == 4
+    assert comm.statistics()["weight gather"].uncompressed["experts in one parameter"] == 4
 
 
 @ranks(2)

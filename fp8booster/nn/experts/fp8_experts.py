@@ -1,4 +1,4 @@
-"""Experts that a module holds as two parameters, as models of transformers 5 do, in grouped FP8 products.
+"""Experts in two parameters of three dimensions, as models of transformers 5 have them, in grouped FP8 products.
 
     gate_up_proj [G, 2 I, H], down_proj [G, H, I]      of G experts; up_proj [G, I, H] without a gate
     tokens -- laid out by expert --> up --> activation --> down -- weighted sum of a token's rows --> tokens
@@ -18,18 +18,13 @@ import torch
 from torch import nn
 
 from fp8booster.config import FP8Config
-from fp8booster.formats import E4M3
-from fp8booster.kernels.alignment import ALIGNMENT
 from fp8booster.kernels.device import require_fp8
-from fp8booster.kernels.grouped_product import Groups
 from fp8booster.nn.experts import routing
-from fp8booster.nn.experts.grouped import EXPERTS_THAT_PAY
-from fp8booster.nn.experts.grouped_linear import grouped_linear, under_one_scale
-from fp8booster.nn.experts.row_layout import RowLayout, permute, unpermute
+from fp8booster.nn.experts.row_layout import RowLayout
+from fp8booster.nn.experts.stack import StackedParameter, pays, run_stacks, why_not_stacked
 from fp8booster.nn.fused.activations import fused_kind
 from fp8booster.nn.fused.pointwise import Saving, activate
 from fp8booster.nn.fused.trials import gates_by_activation
-from fp8booster.nn.linear.speed_model import computes_in_fp8
 from fp8booster.nn.modules import change_class, mixed_class
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.freshness import is_captured, look_again
@@ -66,13 +61,8 @@ def why_not(module: nn.Module, config: FP8Config) -> str | None:
     if _has_rewritten_forward(getattr(type(module), "original", type(module))):
         return "a forward of its class's own, which must run"
     shapes = [module._parameters[name].shape for name in _names(module)]  # type: ignore[union-attr]
-    if any(size % ALIGNMENT for _, *sizes in shapes for size in sizes):
-        return f"a size is no multiple of {ALIGNMENT}"
-    if config.finer_scales is not None:
-        return config.finer_scales
-    if config.input_format is not E4M3 or config.weight_format is not E4M3:
-        return "grouped products multiply E4M3 alone"
-    return None
+    sizes = [size for _, *features in shapes for size in features]
+    return why_not_stacked(config, sizes) or config.finer_scales
 
 
 def _has_rewritten_forward(cls: type[nn.Module]) -> bool:
@@ -144,7 +134,7 @@ class FP8Experts(nn.Module):
 
     def fp8_notes(self) -> str:
         """Return what the report says besides the precision."""
-        notes = ["experts held as one, in grouped products"] if self.in_fp8 else []
+        notes = ["experts in one parameter, in grouped products"] if self.in_fp8 else []
         if self.in_fp8 and self.fp8_config.emulate:
             notes.append("emulated in FP32")
         if self.in_fp8:
@@ -193,11 +183,8 @@ class FP8Experts(nn.Module):
         experts, *sizes = up.shape
         inputs, outputs = sizes if self.is_transposed else reversed(sizes)
         # in evaluation few tokens need few of the experts, and a cast is of all
-        if self.training and experts >= EXPERTS_THAT_PAY:
-            return None
-        if self.fp8_weights[_DOWN].always:
-            return None
-        if computes_in_fp8(self.fp8_config, chosen.numel(), inputs, outputs, up.device):
+        count, always = (experts if self.training else 0), self.fp8_weights[_DOWN].always
+        if pays(self.fp8_config, count, chosen.numel(), (inputs, outputs), up.device, always=always):
             return None
         return "too few tokens"
 
@@ -212,11 +199,7 @@ class FP8Experts(nn.Module):
         rows = routing.spread(tokens.to(torch.bfloat16), routes)
         layout = RowLayout.of([loads.tolist()], tokens.device)
         biased = _where_biased(chosen, routes, layout, experts) if self.has_bias else None
-        x = permute(rows, layout)
-        x = self._product(up, x, layout.groups, biased)
-        x = self._activated(x)
-        x = self._product(down, x, layout.groups, biased)
-        rows = unpermute(x, layout)
+        rows = run_stacks(rows, layout, self._stack(up, biased), self._activated, self._stack(down, biased))
         if vars(self).get("has_post_expert_norm"):
             norm: Any = self.post_expert_norm
             rows = norm(rows).to(rows.dtype)
@@ -243,16 +226,14 @@ class FP8Experts(nn.Module):
         """Return what the module has between the products."""
         return self._apply_gate if self._is_gated else self.act_fn
 
-    def _product(self, name: str, x: torch.Tensor, groups: Groups, biased: torch.Tensor | None) -> torch.Tensor:
-        """The product of all experts' rows by one parameter, [M, N]; `biased` is of `_where_biased`."""
-        weight, source, casts = getattr(self, name), self.fp8_weights[name], self.fp8_casts[name]
-        casts = casts if self.training else casts.evaluation
-        cast = source.for_call(weight, casts, x)
-        w = under_one_scale(cast, len(weight), self.is_transposed)
-        y = grouped_linear(x, [weight], w, groups, casts, backward_weight=source.backward([weight], casts))
-        if biased is None:
-            return y
-        return torch.addmm(y, biased, getattr(self, f"{name}_bias").to(y.dtype))
+    def _stack(self, name: str, biased: torch.Tensor | None) -> StackedParameter:
+        """Return the weights of one parameter; `biased` is of `_where_biased`."""
+        casts = self.fp8_casts[name] if self.training else self.fp8_casts[name].evaluation
+
+        def add_bias(y: torch.Tensor) -> torch.Tensor:
+            return y if biased is None else torch.addmm(y, biased, getattr(self, f"{name}_bias").to(y.dtype))
+
+        return StackedParameter(getattr(self, name), self.fp8_weights[name], casts, add_bias)
 
     def forget(self) -> None:
         """Make the FP8 copies stale."""

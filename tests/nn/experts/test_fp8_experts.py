@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from fp8booster import FP8Config, convert_to_fp8, forget_weights, report
 from fp8booster.config import Activations, Formats, WeightCopies
 from fp8booster.formats import E5M2
-from fp8booster.nn.experts import held_as_one
-from fp8booster.nn.experts.held_as_one import FP8Experts
+from fp8booster.nn.experts import fp8_experts, stack
+from fp8booster.nn.experts.fp8_experts import FP8Experts
 from fp8booster.nn.fsdp.handle import follow_resharding
 from fp8booster.nn.linear import speed_model
 from tests.kernels.grouped_stand_in import stand_in
@@ -458,7 +458,7 @@ def weigh_all(_: nn.Module, given: Given, __: pytest.MonkeyPatch) -> Given:
 
 
 def capture(_: nn.Module, given: Given, patch: pytest.MonkeyPatch) -> Given:
-    patch.setattr(held_as_one, "is_captured", lambda _: True)
+    patch.setattr(fp8_experts, "is_captured", lambda _: True)
     return given
 
 
@@ -494,13 +494,13 @@ def test_calls_by_other_names_compute_as_before_and_the_report_tells_of_both() -
     reason = "called otherwise than with tokens, their experts and weights"
     assert {(row.precision, row.notes) for row in report(experts).outside} == {("BF16", reason)}
     experts(*given)
-    notes = f"experts held as one, in grouped products; emulated in FP32; not in FP8 for some calls: {reason}"
+    notes = f"experts in one parameter, in grouped products; emulated in FP32; not in FP8 for some calls: {reason}"
     assert {(row.precision, row.notes) for row in report(experts).outside} == {("FP8", notes)}
 
 
 def test_many_experts_are_in_fp8_in_training_and_for_many_tokens_in_evaluation(monkeypatch) -> None:
     monkeypatch.setattr(speed_model, "_looked_up", lambda _: speed_model.MEASURED[9, 0])
-    monkeypatch.setattr(held_as_one, "EXPERTS_THAT_PAY", EXPERTS)
+    monkeypatch.setattr(stack, "EXPERTS_THAT_PAY", EXPERTS)
     experts, given = made(config=FP8Config()), routed()
     experts(*given)
     assert_in_fp8(experts)
@@ -514,7 +514,7 @@ def test_the_report_counts_weights_in_fp8() -> None:
     convert_to_fp8(model, QUICK)
     assert report(model).share == 1.0
     assert (
-        "2 parameters of no linear layer in FP8, 99 % of the weights (experts held as one, in grouped products; "
+        "2 parameters of no linear layer in FP8, 99 % of the weights (experts in one parameter, in grouped products; "
         "emulated in FP32)" in report(model).summary()
     )
     assert [(row.name, row.shape, row.passes) for row in report(model).outside] == [

@@ -1,0 +1,177 @@
+"""The weights of one layer of all experts of a rank, stacked for grouped products, and the experts as two of these.
+
+    rows -- laid out by expert --> up --> activation --> down -- brought back --> results
+
+Where the weights lie is all that differs between experts that are modules (`grouped`) and those in parameters of three
+dimensions (`fp8_experts`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from fp8booster.config import FP8Config
+from fp8booster.formats import E4M3
+from fp8booster.kernels.alignment import ALIGNMENT
+from fp8booster.kernels.grouped_product import Groups
+from fp8booster.kernels.transpose import transposed
+from fp8booster.nn.experts.grouped_linear import GroupedWeight, cast_experts, grouped_linear, under_one_scale
+from fp8booster.nn.experts.row_layout import RowLayout, permute, unpermute
+from fp8booster.nn.linear.layer import FP8Layer
+from fp8booster.nn.linear.speed_model import computes_in_fp8
+from fp8booster.nn.weights.casting import Casts
+from fp8booster.nn.weights.freshness import FreshCopy
+from fp8booster.nn.weights.source import WeightSource
+from fp8booster.nn.weights.stacking import are_stacked, stack_rows, stacked_columns, stacked_view
+
+EXPERTS_THAT_PAY = 8
+"""So many experts were faster grouped in FP8 than one by one in BF16, whatever their size
+(benchmarks/results/h200/experts_NVIDIA-H200_2026-11-21_torch-2.11.0-cu130.md). Fewer are grouped where
+`speed_model.computes_in_fp8` says so of their rows as one product."""
+
+
+class WeightStack(Protocol):
+    """The weights of one layer of all experts."""
+
+    def product(self, x: torch.Tensor, groups: Groups) -> torch.Tensor:
+        """Return each expert's product on its rows, [M, N] BF16, differentiable.
+
+        Args:
+            x: [M, K] BF16.
+            groups: of the M rows.
+        """
+
+
+def run_stacks(
+    rows: torch.Tensor,
+    layout: RowLayout,
+    up: WeightStack,
+    activation: Callable[[torch.Tensor], torch.Tensor],
+    down: WeightStack,
+) -> torch.Tensor:
+    """Return the results of experts on rows, [T, H], in the order of the rows."""
+    x = up.product(permute(rows, layout), layout.groups)
+    return unpermute(down.product(activation(x), layout.groups), layout)
+
+
+def why_not_stacked(config: FP8Config, sizes: Sequence[int]) -> str | None:
+    """Return why experts do not compute in grouped products, whatever their tokens; None where they can.
+
+    Args:
+        config: of all their layers.
+        sizes: input and output features.
+    """
+    if any(size % ALIGNMENT for size in sizes):
+        return f"a size is no multiple of {ALIGNMENT}"
+    if config.input_format is not E4M3 or config.weight_format is not E4M3:
+        return "grouped products multiply E4M3 alone"
+    return None
+
+
+def pays(
+    config: FP8Config, experts: int, rows: float, features: tuple[int, int], device: torch.device, *, always: bool
+) -> bool:
+    """Tell whether grouped products of so many rows in all are faster in FP8.
+
+    Args:
+        config: of the layers.
+        experts: how many have weights.
+        rows: of all experts.
+        features: inputs and outputs of the first product.
+        device: of the weights.
+        always: the weights are in FP8 alone, or the configuration says so.
+    """
+    return experts >= EXPERTS_THAT_PAY or always or computes_in_fp8(config, int(rows), *features, device)
+
+
+class StackedLayers:
+    """The same layers of every expert, such as gate and up, whose weights are stacked by rows.
+
+    Those that an engine provides stay as they are, with their scales; the parameters may hold no values then. Where
+    they lie in memory of their own each, they are copied, once a step: one byte a value more, and one for the
+    transpose, unless that is made in backward.
+
+    Args:
+        layers: by expert, as many of each.
+        experts: how many.
+        casts: of the layers as one.
+        copy: holds the stack until a weight changes.
+        factors: multiply the gradients of the weights, and not those of x: a number or float32 [G].
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[FP8Layer],
+        experts: int,
+        casts: Casts,
+        copy: FreshCopy[GroupedWeight],
+        factors: torch.Tensor | float,
+    ) -> None:
+        self._layers, self._experts, self._casts, self._copy, self._factors = layers, experts, casts, copy, factors
+
+    def product(self, x: torch.Tensor, groups: Groups) -> torch.Tensor:
+        """As `WeightStack.product`."""
+        weights = [layer.held_weight for layer in self._layers]
+        provided = is_provided(self._layers[0])
+        key = self._casts.config, provided
+        quantized = self._copy.get(weights, key)
+        if quantized is None:
+            self._copy.forget()  # first, so that the allocator can give the same memory again
+            made = (
+                self._provided(weights) if provided else cast_experts(stack_rows(weights), self._experts, self._casts)
+            )
+            quantized = self._copy.put(weights, key, made)
+        return grouped_linear(x, weights, quantized, groups, self._casts, self._factors)
+
+    def _provided(self, weights: Sequence[torch.Tensor]) -> GroupedWeight:
+        matrices = [
+            layer.fp8_weight.forward([weight], self._casts, transpose=False)
+            for layer, weight in zip(self._layers, weights, strict=True)
+        ]
+        parts = [matrix.data for matrix in matrices]
+        if are_stacked(parts):
+            data = stacked_view(parts)
+        else:  # through uint8: torch copies few FP8 tensors on CPU
+            data = torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
+        scales = [matrix.inverse_scale for matrix in matrices]
+        in_each = len(matrices) // self._experts
+        # those that an engine gathers as one have one scale; then the gradient of their input is one product
+        firsts = [scales[number // in_each * in_each] for number in range(len(scales))]
+        if all(scale.data_ptr() == first.data_ptr() for scale, first in zip(scales, firsts, strict=True)):
+            scales = scales[::in_each]
+        transpose = data.new_empty(0)
+        if self._casts.config.keeps_transposes:
+            stacked = stacked_columns([matrix.transpose for matrix in matrices])
+            transpose = transposed(data) if stacked is None else stacked
+        return GroupedWeight.of(data, transpose, torch.stack(scales).view(self._experts, -1))
+
+
+class StackedParameter:
+    """One parameter that holds a weight of each expert, under one scale.
+
+    Args:
+        weight: [G, N, K], or [G, K, N] where the source's weights are transposed.
+        source: gives its FP8 copy.
+        casts: of the product.
+        add_bias: adds the experts' biases, if any, to [M, N].
+    """
+
+    def __init__(
+        self, weight: torch.Tensor, source: WeightSource, casts: Casts, add_bias: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        self._weight, self._source, self._casts, self._add_bias = weight, source, casts, add_bias
+
+    def product(self, x: torch.Tensor, groups: Groups) -> torch.Tensor:
+        """As `WeightStack.product`."""
+        weight, source, casts = self._weight, self._source, self._casts
+        w = under_one_scale(source.for_call(weight, casts, x), len(weight), source.is_transposed)
+        y = grouped_linear(x, [weight], w, groups, casts, backward_weight=source.backward([weight], casts))
+        return self._add_bias(y)
+
+
+def is_provided(layer: FP8Layer) -> bool:
+    """Tell whether an engine gives a layer's FP8 weight."""
+    return layer.fp8_weight.is_provided([layer.held_weight])
