@@ -199,13 +199,13 @@ class Recorder:
         storage = tensor.untyped_storage()
         if not storage.nbytes():
             return tensor
-        held = torch.as_tensor(_Bytes(storage.data_ptr(), storage.nbytes()), device=self._device).untyped_storage()
+        held = self.bytes_at(storage.data_ptr(), storage.nbytes()).untyped_storage()
         made = torch.empty(0, dtype=tensor.dtype, device=self._device)
         return made.set_(held, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def bytes_at(self, address: int, size: int) -> Tensor:
         """Return memory of graphs, uint8, which this does not hold."""
-        return torch.as_tensor(_Bytes(address, size), device=self._device)
+        return torch.as_tensor(_Bytes(address, size), dtype=torch.uint8, device=self._device)
 
     def outside(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
         """Return memory that belongs to no graph, in the midst of a capture; None where nothing is captured."""
