@@ -94,7 +94,7 @@ class Recorder:
         self._stream_of_replays: Any = None
         self._places: dict[Any, Tensor] = {}
         self._peak = 0
-        self._eager: int | None = None
+        self._eager = 0
 
     def new_memory(self) -> Memory:
         """Return memory that several graphs can have."""
@@ -174,13 +174,13 @@ class Recorder:
             passing: bytes that are free again after a replay; what is free in the memory serves.
         """
         reserved = torch.cuda.memory_reserved(self._device)
-        if self._eager is None:  # what is reserved and free may be scraps: a tenth of what was in use at once
-            self._eager = min(reserved, int(1.1 * self._peak))
         free, _ = torch.cuda.mem_get_info(self._device)
-        torch.cuda.empty_cache()
         of_graphs = sum(each.nbytes for each in self._outside) + sum(
             each["total_size"] for each in torch.cuda.memory_snapshot() if tuple(each["segment_pool_id"]) != (0, 0)
         )
+        # before the cache is emptied; a part of it may be scraps, so no more than a tenth over what was in use at once
+        self._eager = max(self._eager, min(reserved - of_graphs, int(1.1 * self._peak)))
+        torch.cuda.empty_cache()
         left = free + reserved - self._eager - of_graphs - ROOM
         need = kept + max(0, passing - self.free_in(memory))
         if need <= left:
