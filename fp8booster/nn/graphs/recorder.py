@@ -176,7 +176,9 @@ class Recorder:
         reserved = torch.cuda.memory_reserved(self._device)
         free, _ = torch.cuda.mem_get_info(self._device)
         of_graphs = sum(each.nbytes for each in self._outside) + sum(
-            each["total_size"] for each in torch.cuda.memory_snapshot() if tuple(each["segment_pool_id"]) != (0, 0)
+            each["total_size"]
+            for each in torch.cuda.memory_snapshot()
+            if each["device"] == self._device.index and tuple(each["segment_pool_id"]) != (0, 0)
         )
         # before the cache is emptied; a part of it may be scraps, so no more than a tenth over what was in use at once
         self._eager = max(self._eager, min(reserved - of_graphs, int(1.1 * self._peak)))
