@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from fp8booster.nn.graphs import recorder
-from fp8booster.nn.graphs.pair import CONSTANTS, Freed, GraphPair, Moved, Unsupported, flatten
+from fp8booster.nn.graphs.pair import Freed, GraphPair, Moved
 from fp8booster.nn.graphs.recorder import Memory, Recorder
+from fp8booster.nn.graphs.static_call import CONSTANTS, Unsupported, flatten
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import change_class, is_looked_at, mixed_class, repeated_layers, wait_for_parameters
 from fp8booster.nn.weights.pinned import Use, collected_uses

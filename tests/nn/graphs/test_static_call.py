@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from fp8booster.nn.graphs.pair import Unsupported, flatten, rebuild
+from fp8booster.nn.graphs.static_call import Unsupported, flatten, rebuild
 
 
 class Mode(Enum):

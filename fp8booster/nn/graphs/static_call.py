@@ -1,0 +1,160 @@
+"""A layer's forward and backward for one kind of call, over tensors that stay where they are: what graphs capture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device, Enum)
+"""Values that a graph has for good."""
+
+
+class Unsupported(Exception):
+    """A graph cannot be given a value; the message is its class."""
+
+
+def flatten(value: Any, tensors: list[Tensor]) -> Hashable:
+    """Append the tensors in a value of tuples, lists and dicts, and tell the rest: equal for values of one kind.
+
+    Raises:
+        Unsupported: it holds something else than tensors and constants.
+    """
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return Tensor, value.shape, value.dtype, value.device, value.requires_grad and torch.is_grad_enabled()
+    if isinstance(value, CONSTANTS):
+        return type(value), value
+    if type(value) in (tuple, list):
+        return (type(value), *[flatten(each, tensors) for each in value])
+    if type(value) is dict:
+        return (dict, *[(name, flatten(each, tensors)) for name, each in value.items()])
+    raise Unsupported(type(value).__name__)
+
+
+def rebuild(value: Any, tensors: Iterator[Tensor]) -> Any:
+    """Return a value as `flatten` took it apart, with other tensors in their places."""
+    if isinstance(value, Tensor):
+        return next(tensors)
+    if type(value) in (tuple, list):
+        return type(value)(rebuild(each, tensors) for each in value)
+    if type(value) is dict:
+        return {name: rebuild(each, tensors) for name, each in value.items()}
+    return value
+
+
+class StaticCall:
+    """One call of a layer, which is done again on what lies in its inputs then.
+
+    The parameters are given leaves of their own: autograd runs what accumulates a parameter's gradient on the stream
+    where the parameter was first used, and a capture must not touch that.
+
+    Args:
+        forward: the layer's, by the arguments of one call.
+        args, kwargs: of a call of the kind.
+        layer: whose parameters get gradients, where they need one.
+        recompute: forward saves nothing, and backward begins with it, as activation checkpointing does.
+    """
+
+    def __init__(
+        self, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any], layer: nn.Module, *, recompute: bool
+    ) -> None:
+        given: list[Tensor] = []
+        flatten((args, kwargs), given)
+        with torch.no_grad():
+            self.inputs = [torch.empty_like(each).copy_(each) for each in given]
+        for place, each in zip(self.inputs, given, strict=True):
+            place.requires_grad_(each.requires_grad)
+        self.trained = [each for each in layer.parameters() if each.requires_grad]
+        self.saved: list[Tensor] = []
+        """What the last forward saved for backward."""
+        self._forward, self._layer, self._recompute = forward, layer, recompute
+        self._args, self._kwargs = rebuild((args, kwargs), iter(self.inputs))
+        self._leaves = {each: _leaf_over(each) for each in layer.parameters()}
+        self._wanted = [*self.inputs, *(self._leaves[each] for each in self.trained)]
+        self.gets_gradient = [each.requires_grad for each in self._wanted]
+        self._device = given[0].device.type
+        self._autocast = torch.is_autocast_enabled(self._device), torch.get_autocast_dtype(self._device)
+        self._live: list[Tensor] = []
+
+    def forward(self) -> list[Tensor]:
+        """Return the tensors among the outputs; `made` has them in what the layer gives."""
+        with torch.set_grad_enabled(not self._recompute):
+            self._run()
+        return [each.detach() for each in self._live]
+
+    def backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return the gradients of inputs, and of parameters, that get one.
+
+        Args:
+            gradients: of the outputs.
+        """
+        if self._recompute:
+            with torch.enable_grad():
+                self._run()
+        self.needs_grad = [each.requires_grad for each in self._live]
+        ends = [(each, gradient) for each, gradient in zip(self._live, gradients, strict=True) if each.requires_grad]
+        roots, of_roots = zip(*ends, strict=True)
+        trained = [each for each in self._wanted if each.requires_grad]
+        with torch.autocast(self._device, enabled=False), _saving_nowhere_else():
+            # what was saved stays in use: the next replay of the forward writes it again
+            keep = not self._recompute
+            found = torch.autograd.grad(roots, trained, of_roots, retain_graph=keep, allow_unused=True)
+        if self._recompute:
+            self._live.clear()
+            self.saved.clear()
+        return list(found)
+
+    def end(self) -> None:
+        """Free the autograd graph; a node may hold the layer, which would never be freed. `saved` stays."""
+        self._live.clear()
+
+    def _run(self) -> None:
+        enabled, dtype = self._autocast
+        self.saved.clear()
+
+        def hold(saved: Tensor) -> Tensor:
+            self.saved.append(saved.detach())
+            return saved
+
+        with (
+            # what autocast keeps until its end would lie in memory of a graph
+            torch.autocast(self._device, dtype, enabled, cache_enabled=False),
+            _in_place_of_parameters(self._layer, self._leaves),
+            _saving_nowhere_else(hold),
+        ):
+            made = self._forward(*self._args, **self._kwargs)
+        self._live.clear()
+        flatten(made, self._live)
+        self.made = rebuild(made, (each.detach() for each in self._live))
+
+
+def _saving_nowhere_else(note: Callable[[Tensor], Tensor] = lambda saved: saved) -> Any:
+    """Keep hooks of whoever calls the layer, as of checkpointing, from what the graphs save."""
+    return torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved)
+
+
+def _leaf_over(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    """Return another leaf over a parameter's memory, with what was noted on it."""
+    leaf = torch.nn.Parameter(parameter.detach(), parameter.requires_grad)
+    leaf.__dict__.update(parameter.__dict__)
+    return leaf
+
+
+@contextmanager
+def _in_place_of_parameters(
+    layer: torch.nn.Module, leaves: dict[torch.nn.Parameter, torch.nn.Parameter]
+) -> Iterator[None]:
+    """Give a layer's modules the leaves for parameters, in the block."""
+    own = [(module._parameters, dict(module._parameters)) for module in layer.modules()]
+    for held, parameters in own:
+        held.update({name: leaves[each] for name, each in parameters.items() if each is not None})
+    try:
+        yield
+    finally:
+        for held, parameters in own:
+            held.update(parameters)
