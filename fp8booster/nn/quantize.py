@@ -53,6 +53,20 @@ def quantize(model: nn.Module, config: FP8Config | None = None, *, batches: Iter
     return model
 
 
+def freeze(model: nn.Module, config: FP8Config) -> nn.Module:
+    """Keep the weights of the nn.Linear that `convert_to_fp8` chooses in FP8 alone, in place, for adapters to train on.
+
+    The other layers that it chooses keep 16-bit weights and compute in FP8 from them, as those whose weight another
+    module has too. Of layers without memory, the matrices have none either.
+
+    Returns:
+        The model.
+    """
+    convert_to_fp8(model, config, kinds={nn.Linear: FrozenFP8Linear}, kept=_kept(model))
+    # once more for those that were kept; frozen layers stay as they are
+    return convert_to_fp8(model, config)
+
+
 def _check(config: FP8Config, calibrates: bool) -> None:
     if config.scaling.for_inference is None:
         raise ValueError(

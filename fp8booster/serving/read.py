@@ -17,10 +17,8 @@ from torch.overrides import TorchFunctionMode
 from fp8booster.config import FP8Config
 from fp8booster.formats import E4M3, FORMATS
 from fp8booster.kernels.alignment import BLOCK
-from fp8booster.nn.convert import convert_to_fp8
 from fp8booster.nn.linear.frozen import SCALE, FrozenFP8Linear
-from fp8booster.nn.linear.layer import FP8Layer
-from fp8booster.nn.modules import held_by_several
+from fp8booster.nn.quantize import freeze
 from fp8booster.nn.sharing import share_inputs
 from fp8booster.scaling import RealTime
 from fp8booster.serving.formats import granularity_of, require_finite
@@ -82,22 +80,6 @@ def load_model(
 
 Read = Callable[[str, nn.Module], torch.Tensor | None]
 """Reads a tensor by its name in the state dict and the module that holds it; None leaves the constructor's."""
-
-
-def freeze(model: nn.Module, config: FP8Config) -> nn.Module:
-    """Keep the weights of the layers that `convert_to_fp8` chooses in FP8 alone, in place; return the model.
-
-    Of layers without memory, the matrices have none either. Layers of other classes than nn.Linear keep 16-bit weights,
-    and so do those whose weight another module has too.
-    """
-    convert_to_fp8(model, config)
-    tied = held_by_several(model)
-    for module in model.modules():
-        if not isinstance(module, FP8Layer) or isinstance(module, FrozenFP8Linear):
-            continue
-        if module.original is nn.Linear and id(module._parameters.get("weight")) not in tied:
-            FrozenFP8Linear.convert_in_place(module, module.fp8_config)
-    return model
 
 
 def load_frozen(

@@ -13,7 +13,7 @@ from torch import nn
 
 from fp8booster import FP8Config, convert_to_fp8
 from fp8booster.nn import FrozenFP8Linear
-from fp8booster.serving.read import freeze
+from fp8booster.nn.quantize import freeze
 from fp8booster.training.adapters import load_adapters, with_adapters
 from tests.colossal.models import tiny_llama, token_batch
 from tests.distributed import ranks, shared_folder

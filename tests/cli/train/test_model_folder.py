@@ -19,7 +19,7 @@ from fp8booster.cli.train.model_folder import (
     require_model,
     require_shareable,
 )
-from fp8booster.serving.read import freeze
+from fp8booster.nn.quantize import freeze
 from fp8booster.training.models import MODELS
 from fp8booster.training.parallel import Parallel
 from tests.colossal.models import tiny_llama

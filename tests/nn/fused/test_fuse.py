@@ -18,7 +18,7 @@ from fp8booster.nn.fused import fused_summary, use_fused_loss
 from fp8booster.nn.fused.decoder import unfused_parts
 from fp8booster.nn.fused.merged_layers import merged_linears
 from fp8booster.nn.fused.pointwise import row_norm
-from fp8booster.serving.read import freeze
+from fp8booster.nn.quantize import freeze
 from tests.nn.fused.models import FAMILIES, batch, build
 from tests.nn.fused.test_decoder import sqnr, step
 from tests.nn.reference import products_kept
