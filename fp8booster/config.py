@@ -13,7 +13,7 @@ from torch import nn
 from fp8booster import formats
 from fp8booster.comm.encoding import Encoding
 from fp8booster.optim.gradient_sums import GRADIENT_ACCUMULATIONS
-from fp8booster.scaling import INPUT, OUTPUT_GRADIENT, WEIGHT, Scaling, named
+from fp8booster.scaling import INPUT, OUTPUT_GRADIENT, WEIGHT, Scaling, check_strategy, named
 from fp8booster.scaling.checks import require_one_of, require_switch, require_whole
 
 LayerPredicate = Callable[[str, nn.Module], bool]
@@ -191,13 +191,10 @@ class FP8Config:
         for name, kind in OBJECTS.items():
             value = getattr(self, name)
             if not isinstance(value, kind) and not (value is None and name == "messages"):
-                place = "fp8booster.scaling" if kind is Scaling else "fp8booster"
-                raise TypeError(f"FP8Config.{name} is {value!r}; give an {place}.{kind.__name__}")
-        if type(self.scaling).__hash__ is None:
-            raise TypeError(
-                f"FP8Config.scaling is {self.scaling!r}, and a {type(self.scaling).__name__} cannot be hashed; make it "
-                "a dataclass with frozen=True, or give it __hash__"
-            )
+                own = "a name such as 'delayed', or an fp8booster.scaling.Scaling"
+                give = own if kind is Scaling else f"an fp8booster.{kind.__name__}"
+                raise TypeError(f"FP8Config.{name} is {value!r}; give {give}")
+        check_strategy(self.scaling)
         require_whole(self, "high_precision_ends", 0, 2**31)
         require_one_of(self, "gradient_accumulation", GRADIENT_ACCUMULATIONS)
         require_one_of(self, "cuda_graphs", (None, True, False))
@@ -210,7 +207,7 @@ class FP8Config:
 
     def _check_products(self) -> None:
         given = self.fast_accumulation
-        if not isinstance(given, tuple) or not set(given) <= set(FAST_PRODUCTS):
+        if not isinstance(given, tuple) or any(each not in FAST_PRODUCTS for each in given):
             raise ValueError(f"FP8Config.fast_accumulation is {given!r}; give a tuple of names, of {FAST_PRODUCTS}")
         if self.granularity == "blockwise" and set(given) - {"fprop"}:
             raise ValueError(

@@ -53,7 +53,9 @@ def test_a_wrong_scaling_names_the_known(value) -> None:
 
 @pytest.mark.parametrize("value", [None, 128, RealTime, True])
 def test_a_scaling_that_is_no_object_is_refused(value) -> None:
-    with pytest.raises(TypeError, match=r"FP8Config.scaling is .*; give an fp8booster.scaling.Scaling"):
+    with pytest.raises(
+        TypeError, match=r"FP8Config.scaling is .*; give a name such as 'delayed', or an fp8booster.scaling.Scaling"
+    ):
         FP8Config(scaling=value)
 
 

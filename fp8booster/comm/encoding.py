@@ -52,7 +52,8 @@ class Encoding:
         formats.require_format(self.format)
         require_switch(self, "power_of_two", "automatic_scaling")
         size = self.block_size
-        if size is not None and not (SMALLEST_BLOCK <= size <= LARGEST_BLOCK and size & (size - 1) == 0):
+        is_size = type(size) is int and SMALLEST_BLOCK <= size <= LARGEST_BLOCK and size & (size - 1) == 0
+        if size is not None and not is_size:
             raise ValueError(
                 f"Encoding.block_size is {size!r}; use a power of two from {SMALLEST_BLOCK} to {LARGEST_BLOCK}, or "
                 "None for one scale a tensor"

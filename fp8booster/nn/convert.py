@@ -19,7 +19,7 @@ from fp8booster.nn.experts.fp8_experts import FP8Experts, are_experts, why_not
 from fp8booster.nn.linear.frozen import FrozenLayer
 from fp8booster.nn.linear.layer import FP8Layer, FP8Linear
 from fp8booster.nn.linear.low_rank import low_rank_adapters
-from fp8booster.nn.modules import vocabulary_heads
+from fp8booster.nn.modules import require_module, vocabulary_heads
 from fp8booster.nn.sharing import share_inputs
 from fp8booster.nn.weights.memory import is_lazy, without_large_transposes
 
@@ -95,8 +95,9 @@ def convert_to_fp8(
     Raises:
         ValueError: the model has no linear layers, or the configuration leaves out all of them, or asks for layers at
             the ends of a model that has no list of layers.
-        TypeError: the configuration is none.
+        TypeError: the model is no module, or the configuration no FP8Config.
     """
+    require_module(model)
     config = config_or_default(config)
     config = without_large_transposes(config, model)
     kinds = known_kinds(kinds)

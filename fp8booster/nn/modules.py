@@ -76,6 +76,12 @@ def _mixed_again(ingredients: Any) -> type:
     return mixed_class(*map(_mixed_again, ingredients)) if isinstance(ingredients, tuple) else ingredients
 
 
+def require_module(model: object) -> None:
+    """Raise TypeError where a model is none."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model is a {type(model).__name__}; give an nn.Module")
+
+
 LOOKS_AT_NOTHING = "fp8_looks_at_nothing"
 """Attribute of a hook that a module may run without."""
 

@@ -28,7 +28,7 @@ from fp8booster.nn.fused.self_attention import FusedAttention, unfused_calls
 from fp8booster.nn.graphs import captured_layers
 from fp8booster.nn.linear.frozen import FrozenLayer
 from fp8booster.nn.linear.layer import FP8Layer
-from fp8booster.nn.modules import may_be_bypassed
+from fp8booster.nn.modules import may_be_bypassed, require_module
 
 PASSES = ("fprop", "dgrad", "wgrad")
 
@@ -233,6 +233,7 @@ def report(model: nn.Module) -> Report:
             or fused, appear once such a batch has run outside compiled code, which serves many layers with one graph
             and so cannot tell which.
     """
+    require_module(model)
     layers = [module for module in model.modules() if isinstance(module, FP8Layer)]
     bypassed = _bypassed(model)
     dropped = {

@@ -6,7 +6,7 @@ import ast
 from dataclasses import fields
 
 from fp8booster.scaling.constant import Constant
-from fp8booster.scaling.contract import GRANULARITIES, INPUT, OUTPUT_GRADIENT, WEIGHT, Scaling, State
+from fp8booster.scaling.contract import GRANULARITIES, INPUT, OUTPUT_GRADIENT, WEIGHT, Scaling, State, check_strategy
 from fp8booster.scaling.delayed import Delayed
 from fp8booster.scaling.real_time import RealTime
 from fp8booster.scaling.smooth_swiglu import SmoothSwiGLU
@@ -22,6 +22,7 @@ __all__ = [
     "Scaling",
     "SmoothSwiGLU",
     "State",
+    "check_strategy",
     "named",
 ]
 
@@ -41,6 +42,7 @@ def named(text: str) -> Scaling:
         ValueError: there is none of this name, or an argument that it does not take.
     """
     name, opened, arguments = text.partition("(")
+    name = name.strip()
     if name not in BY_NAME:
         raise ValueError(f"FP8Config.scaling is {text!r}; use {', '.join(BY_NAME)}, or a Scaling object")
     if not opened:
@@ -52,7 +54,8 @@ def named(text: str) -> Scaling:
         if not isinstance(call, ast.Call) or call.args:
             raise SyntaxError
         given = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
-        if own.keys() & given.keys() or not given.keys() <= {field.name for field in fields(kind)}:  # type: ignore[arg-type]
+        known = {each.name for each in fields(kind)}  # type: ignore[arg-type]
+        if len(given) < len(call.keywords) or own.keys() & given.keys() or not given.keys() <= known:
             raise SyntaxError
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
         raise ValueError(

@@ -112,3 +112,26 @@ class Scaling:
 
     def check(self, config: Any) -> None:
         """Raise ValueError for an `FP8Config` that the strategy does not go with."""
+
+
+def check_strategy(scaling: Scaling) -> None:
+    """Raise TypeError or ValueError, which say what to write, for an object that does not keep to the contract."""
+    kind, what = type(scaling), f"FP8Config.scaling is {scaling!r}, and {type(scaling).__name__}"
+    try:
+        hash(scaling)
+    except TypeError:
+        raise TypeError(f"{what} cannot be hashed; make it a dataclass with frozen=True, or give it __hash__") from None
+    if kind.cast is Scaling.cast:
+        raise TypeError(f"{what} does not override cast; write how it casts an operand")
+    name = getattr(scaling, "name", None)
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"{what} has the name {name!r}; give it one, for the report")
+    if scaling.granularity not in GRANULARITIES:
+        raise ValueError(f"{what} has the granularity {scaling.granularity!r}; use {' or '.join(GRANULARITIES)}")
+    state = scaling.new_state()
+    if state is not None and not isinstance(state, State):
+        raise TypeError(
+            f"{what}.new_state returns a {type(state).__name__}; return an fp8booster.scaling.State, or None"
+        )
+    if state is not None and kind.without_state is Scaling.without_state:
+        raise TypeError(f"{what} keeps a state and does not override without_state, the strategy of evaluation")

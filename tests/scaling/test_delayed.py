@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -247,12 +249,18 @@ def test_compiled_code_computes_what_eager_code_does() -> None:
                 assert same(history.amaxes, two.fp8_casts.state.by_role[role].amaxes)
 
 
-def test_a_copy_begins_anew() -> None:
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda casts: pickle.loads(pickle.dumps(casts))])
+def test_a_copy_goes_on_as_its_original(copied: Callable[[Casts], Casts]) -> None:
     casts = Casts.of_layer(DELAYED)
     cast(casts, 1.0)
     note_step()
-    assert cast(copy.deepcopy(casts), 4.0) == inverse(4.0)
-    assert cast(casts, 4.0) == inverse(1.0)
+    other = copied(casts)
+    for amax, expected in ((4.0, 1.0), (2.0, 4.0)):
+        assert cast(other, amax) == cast(casts, amax) == inverse(expected)
+        note_step()
+    cast(casts, 16.0)
+    note_step()
+    assert cast(other, 1.0) == inverse(4.0)  # they share nothing
 
 
 @pytest.mark.parametrize(

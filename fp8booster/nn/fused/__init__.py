@@ -11,6 +11,7 @@ from fp8booster.nn.fused.decoder import FusedDecoderLayer, ReplacedAttention, fu
 from fp8booster.nn.fused.families import FAMILIES
 from fp8booster.nn.fused.loss import linear_cross_entropy
 from fp8booster.nn.fused.merged_layers import merged_linears
+from fp8booster.nn.modules import require_module
 
 __all__ = [
     "fuse",
@@ -43,6 +44,7 @@ def fuse(model: nn.Module, replaced_attention: ReplacedAttention | None = None) 
     Returns:
         What was fused and what was not, in a line.
     """
+    require_module(model)
     fuse_blocks(model, replaced_attention)
     use_fused_loss(model)
     return fused_summary(model)

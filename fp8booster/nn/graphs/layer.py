@@ -18,7 +18,14 @@ from fp8booster.nn.graphs.pair import Freed, GraphPair, Moved
 from fp8booster.nn.graphs.recorder import Memory, Recorder
 from fp8booster.nn.graphs.static_call import CONSTANTS, Unsupported, flatten
 from fp8booster.nn.linear.layer import FP8Layer
-from fp8booster.nn.modules import change_class, is_looked_at, mixed_class, repeated_layers, wait_for_parameters
+from fp8booster.nn.modules import (
+    change_class,
+    is_looked_at,
+    mixed_class,
+    repeated_layers,
+    require_module,
+    wait_for_parameters,
+)
 from fp8booster.nn.weights.pinned import Use, collected_uses
 
 WARM_UP = 3
@@ -412,6 +419,7 @@ def capture_layers(model: nn.Module, *, only_where_host_limits: bool = False) ->
     Returns:
         The number of layers.
     """
+    require_module(model)
     shared = _Shared(only_where_host_limits)
     layers = [each for each in repeated_layers(model) if not isinstance(each, CapturedLayer)]
     for layer in layers:

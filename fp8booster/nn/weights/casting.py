@@ -24,7 +24,7 @@ WeightObserver = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 class Casts:
     """Casts the operands of one layer, or of several that are multiplied as one.
 
-    A copy or a pickle keeps nothing of earlier casts.
+    A copy or a pickle goes on from what the strategy keeps, as a checkpoint does; nobody observes it.
 
     Args:
         config: formats and scaling.
@@ -110,6 +110,11 @@ class Casts:
             )
         dtype = config.format_of[role] if dtype is None else dtype
         made = self.scaling.cast(role, matrix, dtype, plain=plain, transposed=transposed, amax=amax, state=self.state)
+        if type(made) is not QuantizedMatrix:
+            raise TypeError(
+                f"{type(self.scaling).__name__}.cast returns a {type(made).__name__}; return an "
+                "fp8booster.tensor.QuantizedMatrix"
+            )
         for observe in self.observers:
             observe(role, tensor, made)
         return made
@@ -145,7 +150,10 @@ class Casts:
             self.state.forget_step()
 
     def __reduce__(self) -> tuple:
-        return Casts, (self.config, self._new_state)
+        return Casts, (self.config, self._new_state), self.saved
+
+    def __setstate__(self, saved: dict[str, torch.Tensor]) -> None:
+        self.load(saved)
 
 
 def is_in_capture(tensor: torch.Tensor) -> bool:
