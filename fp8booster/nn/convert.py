@@ -107,9 +107,9 @@ def convert_to_fp8(
         if (is_linear(module) or type(module) in kinds) and not _is_elsewhere(module)
     ]
     by_role: dict[int, str] = {}
-    heads = heads_among(model, linears)
+    heads, routers = heads_among(model, linears), _routers(model)
     if config.layers is all_but_vocabulary_heads:  # names alone do not tell what layers do in a model
-        by_role = dict.fromkeys(heads, LEFT_OUT) | dict.fromkeys(_routers(model), WHY_NOT_ROUTERS)
+        by_role = dict.fromkeys(heads, LEFT_OUT) | dict.fromkeys(routers, WHY_NOT_ROUTERS)
     if config.vocabulary_head:
         by_role = {layer: reason for layer, reason in by_role.items() if layer not in heads}
     if not config.always:
@@ -129,7 +129,7 @@ def convert_to_fp8(
                 module.revert()
             module.__dict__[_KEPT] = Kept(reason, product_features(module, kinds))
     experts = _convert_experts(model, config, {**kept, **at_the_ends})
-    _remember_outside(model, experts)
+    _remember_outside(model, experts, routers)
     if not any(isinstance(module, (FP8Layer, FP8Experts)) for module in model.modules()):
         reasons = {kept_reason(module) for _, module in linears} | set(experts.values())
         _warn_of_nothing(sorted(reasons), {LEFT_OUT, WHY_NOT_ROUTERS, *at_the_ends.values()})
@@ -261,7 +261,9 @@ def linear_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
 
 
-def weights_outside(model: nn.Module) -> list[tuple[str, nn.Module, str, Kept]]:
+def weights_outside(
+    model: nn.Module, linears: Iterable[tuple[str, nn.Module]]
+) -> list[tuple[str, nn.Module, str, Kept]]:
     """Return what products may read besides linear layers' weights: (module's path, module, parameter's name, why).
 
     Experts in one parameter, the input projection of `nn.MultiheadAttention`, convolutions, whatever has two or
@@ -270,14 +272,14 @@ def weights_outside(model: nn.Module) -> list[tuple[str, nn.Module, str, Kept]]:
     """
     return [
         (path, module, name, outside)
-        for path, module in _of_no_linear_layer(model)
+        for path, module in _of_no_linear_layer(model, linears)
         for name, outside in (module.__dict__.get(_OUTSIDE) or _outside(module, "use_fp8 is off")).items()
     ]
 
 
-def _of_no_linear_layer(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _of_no_linear_layer(model: nn.Module, linears: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
     """Every module once but linear layers and what is inside one, as parametrizations are."""
-    inside = {id(part) for _, layer in linear_layers(model) for part in layer.modules()}
+    inside = {id(part) for _, layer in linears for part in layer.modules()}
     return ((path, module) for path, module in model.named_modules() if id(module) not in inside)
 
 
@@ -296,14 +298,14 @@ def _outside(module: nn.Module, reason: str) -> dict[str, Kept]:
     }
 
 
-def _remember_outside(model: nn.Module, experts: Mapping[nn.Module, str]) -> None:
+def _remember_outside(model: nn.Module, experts: Mapping[nn.Module, str], routers: Collection[int]) -> None:
     """Remember it as it is now: an engine may flatten parameters, or hold another shape between forwards.
 
     Args:
         experts: those that stay in high precision, with the reason.
+        routers: the identities of what chooses among experts.
     """
-    routers = _routers(model)
-    for _, module in _of_no_linear_layer(model):
+    for _, module in _of_no_linear_layer(model, linear_layers(model)):
         reason = f"{type(module).__name__} has no FP8 form"
         if id(module) in routers:
             reason = WHY_NOT_ROUTERS

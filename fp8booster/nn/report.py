@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 from fp8booster.config import FP8Config
 from fp8booster.nn.convert import Kept, heads_among, kept_reason, linear_layers, product_features, weights_outside
 from fp8booster.nn.experts.fp8_experts import FP8Experts
-from fp8booster.nn.experts.grouped import grouped_experts
+from fp8booster.nn.experts.grouped import GroupedExperts, grouped_experts
 from fp8booster.nn.fused.attention import kernels
 from fp8booster.nn.fused.attention_form import head_size, heads_of_a_key, value_size
 from fp8booster.nn.fused.decoder import FusedDecoderLayer, changed_parts
@@ -240,7 +240,7 @@ def report(model: nn.Module) -> Report:
         "16-bit copies": any(layer.fp8_weight.lacks_values for layer in layers),
         "transposes": any(not layer.fp8_config.keeps_transposes for layer in layers),
     }
-    groups, linears = merged_layers(model), linear_layers(model)
+    groups, linears, experts = merged_layers(model), linear_layers(model), list(grouped_experts(model))
     heads = heads_among(model, linears)
     apart: dict[nn.Module, MergedLayers] = {
         layer: group for group in groups if group.why_not_merged is not None for layer in group.layers
@@ -249,12 +249,12 @@ def report(model: nn.Module) -> Report:
         tuple(_layer_row(name, module, apart.get(module), bypassed.get(module)) for name, module in linears),
         tuple(
             _outside_row(f"{path}.{name}" if path else name, module, getattr(module, name), kept)
-            for path, module, name, kept in weights_outside(model)
+            for path, module, name, kept in weights_outside(model, linears)
         ),
         tuple(MergedRow(len(group.layers), group.why_not_merged) for group in groups),
-        tuple(GroupedRow(len(block.experts), block.why_one_by_one) for block in grouped_experts(model)),
+        tuple(GroupedRow(len(block.experts), block.why_one_by_one) for block in experts),
         tuple(name for name, is_dropped in dropped.items() if is_dropped),
-        tuple(_counted(count, part) for part, count in _saving_in_8_bits(model).items()),
+        tuple(_counted(count, part) for part, count in _saving_in_8_bits(model, experts).items()),
         tuple(_counted(count, part) for part, count in _recomputed(model).items()),
         sum(isinstance(module, FusedAttention) and module.recast_by is not None for module in model.modules()),
         any(id(layer) in heads for layer in layers),
@@ -282,9 +282,9 @@ def _attention(model: nn.Module) -> str | None:
     )
 
 
-def _saving_in_8_bits(model: nn.Module) -> Counter[str]:
+def _saving_in_8_bits(model: nn.Module, experts: Sequence[GroupedExperts]) -> Counter[str]:
     """Return how many norms and activations save in 8 bits what they read; each expert has a SwiGLU, grouped or not."""
-    grouped = {each for block in grouped_experts(model) if block.saves_in_8_bits for each in block.experts}
+    grouped = {each for block in experts if block.saves_in_8_bits for each in block.experts}
     saves = attrgetter("saves_in_8_bits")
     return _fused_parts(model, lambda _, config: saves(config), saves, grouped)
 

@@ -27,7 +27,7 @@ from fp8booster.comm import Encoding
 from fp8booster.config import FP8Config, config_or_default
 from fp8booster.kernels.device import require_fp8
 from fp8booster.nn import convert_to_fp8, report
-from fp8booster.nn.fused import fuse, fused_summary
+from fp8booster.nn.fused import fuse_blocks, fused_summary, use_fused_loss
 from fp8booster.nn.graphs import capture_layers
 from fp8booster.optim import AdamW
 from fp8booster.reading import first_of
@@ -217,7 +217,9 @@ class FP8Plugin(Plugin):
         """Return the model, with fused FP8 layers, and the optimizer for Colossal-AI to wrap."""
         convert_to_fp8(model, self.fp8_config)
         if self.fp8_config.fused:
-            fuse(model)
+            # without `fuse`'s line: configure logs one of the boosted model, where engines have changed what is merged
+            fuse_blocks(model)
+            use_fused_loss(model)
         return model, optimizer
 
     def places(self, model: ModelWrapper, optimizer: OptimizerWrapper) -> dict[torch.Tensor, tuple[int, int]]:
