@@ -165,10 +165,9 @@ def held_by_modules(model: nn.Module, kind: type[Held]) -> list[Held]:
     return [value for module in model.modules() for value in vars(module).values() if isinstance(value, kind)]
 
 
-def held_by_several(model: nn.Module) -> set[int]:
-    """Return the ids of parameters that several modules of a model hold, as its embeddings and its head do."""
-    holders = Counter(id(each) for module in model.modules() for each in module.parameters(recurse=False))
-    return {parameter for parameter, count in holders.items() if count > 1}
+def count_readers(model: nn.Module) -> Counter[nn.Parameter]:
+    """Count the modules that hold each parameter: several for the one that embeddings and a head share."""
+    return Counter(parameter for module in model.modules() for parameter in module.parameters(recurse=False))
 
 
 def vocabulary_heads(model: nn.Module) -> set[int]:

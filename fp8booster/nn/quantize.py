@@ -16,7 +16,7 @@ from fp8booster.nn.convert import Kinds, convert_to_fp8, is_linear
 from fp8booster.nn.experts.fp8_experts import are_experts
 from fp8booster.nn.linear.frozen import FrozenFP8Linear, FrozenLayer
 from fp8booster.nn.linear.layer import FP8Layer
-from fp8booster.nn.modules import held_by_several
+from fp8booster.nn.modules import count_readers
 from fp8booster.scaling import INPUT
 
 Batch = torch.Tensor | tuple | list | Mapping[str, Any]
@@ -96,9 +96,9 @@ def _kinds() -> Kinds:
 
 def _kept(model: nn.Module) -> dict[int, str]:
     """By the identities of modules, why their weights stay in 16 bits."""
-    tied, kept = held_by_several(model), {}
+    readers, kept = count_readers(model), {}
     for module in model.modules():
-        if id(module._parameters.get("weight")) in tied:
+        if (weight := module._parameters.get("weight")) is not None and readers[weight] > 1:
             kept[id(module)] = "its weight is that of another module too"
         if is_linear(module) and "weight" not in module._parameters:
             kept[id(module)] = "its weight is computed for each forward"

@@ -3,7 +3,7 @@
 ZeRO's flat buffers, FSDP's units and Gemini's chunks differ in where a rank's part of a weight lies, where its FP8
 values go, and when these are gathered. Each of them does so in the same steps:
 
-1. `why_in_16_bits` gives the reason for each weight that is not cast.
+1. `why_not_cast` gives the reason for each weight that is not cast.
 2. `scale_groups` puts the weights of layers that are multiplied as one under one scale.
 3. `ShardedCast.agree` finds the amaxes of this rank's parts, and the largest over all ranks in one reduction.
 4. `ShardedCast.cast` casts the parts into memory that the engine names, and the engine gathers the bytes.
@@ -14,14 +14,12 @@ So the bytes that are sent are those that are multiplied: no 16-bit gather, and 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from fp8booster.comm.transport import agree_on_amax, largest_of_each
 from fp8booster.kernels.alignment import ALIGNMENT
@@ -35,12 +33,7 @@ from fp8booster.tensor import QuantizedMatrix
 NOT_FP8 = "not the weight of an FP8 layer"
 
 
-def count_readers(model: nn.Module) -> Counter[nn.Parameter]:
-    """Count the modules that hold each parameter."""
-    return Counter(parameter for module in model.modules() for parameter in module.parameters(recurse=False))
-
-
-def why_in_16_bits(
+def why_not_cast(
     layer: FP8Layer, *, readers: int = 1, shape: Sequence[int] | None = None, of_engine: str | None = None
 ) -> str | None:
     """Return why an engine gathers an FP8 layer's weight in 16 bits; None: it casts the weight.

@@ -25,7 +25,7 @@ from fp8booster.nn.fused import fuse
 from fp8booster.nn.fused.merged_layers import merged_layers
 from fp8booster.nn.linear.frozen import FrozenLayer
 from fp8booster.nn.linear.layer import FP8Layer
-from fp8booster.nn.modules import held_by_several
+from fp8booster.nn.modules import count_readers
 from fp8booster.training.models import attention_of, building, causal_lm
 
 
@@ -214,12 +214,12 @@ def _exported(model: nn.Module) -> Iterator[FP8Layer]:
 
     Those whose weight embeddings have too are left out, for engines read them in 16 bits.
     """
-    tied = held_by_several(model)
+    readers = count_readers(model)
     for name, module in model.named_modules():
         if not isinstance(module, FP8Layer):
             continue
         if module.original is nn.Linear:
-            if id(module._parameters.get("weight")) not in tied:
+            if (weight := module._parameters.get("weight")) is None or readers[weight] == 1:
                 yield module
         elif not module.weight_is_transposed:
             raise ValueError(

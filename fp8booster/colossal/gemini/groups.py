@@ -27,8 +27,8 @@ from fp8booster.config import FP8Config
 from fp8booster.kernels.alignment import ALIGNMENT
 from fp8booster.nn.fused.merged_layers import merged_layers
 from fp8booster.nn.linear.layer import FP8Layer
-from fp8booster.nn.modules import change_class
-from fp8booster.nn.sharding import NOT_FP8, count_readers, why_in_16_bits
+from fp8booster.nn.modules import change_class, count_readers
+from fp8booster.nn.sharding import NOT_FP8, why_not_cast
 
 RESIDENT = "resident"
 WEIGHTS = "weights"
@@ -66,7 +66,7 @@ class Plan:
         for module in model.modules():
             if isinstance(module, FP8Layer) and module.held_weight.requires_grad:
                 weight = module.held_weight
-                reason = why_in_16_bits(module, readers=readers[weight], of_engine=of_engine)
+                reason = why_not_cast(module, readers=readers[weight], of_engine=of_engine)
                 if reason is None:
                     self.layers[weight] = module
                 else:

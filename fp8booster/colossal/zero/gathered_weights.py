@@ -35,7 +35,8 @@ from fp8booster.nn.experts.fp8_experts import FP8Experts
 from fp8booster.nn.experts.grouped import grouped_experts
 from fp8booster.nn.fused.merged_layers import MergedLayers, merged_layers
 from fp8booster.nn.linear.layer import FP8Layer, restore_weight
-from fp8booster.nn.sharding import NOT_FP8, Filled, ScaleGroup, ShardedCast, count_readers, scale_groups, why_in_16_bits
+from fp8booster.nn.modules import count_readers
+from fp8booster.nn.sharding import NOT_FP8, Filled, ScaleGroup, ShardedCast, scale_groups, why_not_cast
 from fp8booster.nn.weights.engine import EngineWeight
 from fp8booster.nn.weights.memory import fits
 from fp8booster.tensor import QuantizedMatrix
@@ -164,7 +165,7 @@ class GatheredWeights:
                 held = (getattr(module, name) for name in module.fp8_weights)
                 self._reasons |= dict.fromkeys(held, "experts in one parameter")
             elif isinstance(module, FP8Layer) and id(weight := module._parameters.get("weight")) in masters:
-                reason = why_in_16_bits(module, readers=readers[weight], of_engine=self._why_not_cast(weight))
+                reason = why_not_cast(module, readers=readers[weight], of_engine=self._why_not_cast(weight))
                 if reason is None:
                     layers.append(module)
                 else:

@@ -26,7 +26,7 @@ from fp8booster.kernels.scales import new_inverse_scales
 from fp8booster.kernels.shard_cast import unpack
 from fp8booster.nn.fused.merged_layers import MergedLayers
 from fp8booster.nn.linear.layer import FP8Layer
-from fp8booster.nn.sharding import NOT_FP8, ShardedCast, scale_groups, why_in_16_bits
+from fp8booster.nn.sharding import NOT_FP8, ShardedCast, scale_groups, why_not_cast
 from fp8booster.tensor import QuantizedMatrix
 
 NAME = "parameter gather"
@@ -96,7 +96,7 @@ class FlatWeights:
             layer = info.module
             if not isinstance(layer, FP8Layer) or info.param_name != "weight":
                 continue
-            reason = why_in_16_bits(layer, readers=1 + ((layer, "weight") in shared), shape=shape)
+            reason = why_not_cast(layer, readers=1 + ((layer, "weight") in shared), shape=shape)
             if reason is None and (not contiguous or extension is not None):
                 reason = "not contiguous"
             elif reason is None and config is not None and layer.fp8_config != config:

@@ -39,7 +39,7 @@ CHUNK_BYTES = 512 * 2**20
 ROWS = 128
 """Chunks are multiples of this many tokens, whole tiles of the products."""
 
-CHUNKS_IN_16_BITS = 8
+MOST_CHUNKS_IN_BF16 = 8
 """The weight's gradient of more chunks is added up in FP32, in memory of its own. In BF16 each chunk after the first
 rounds the sum once more: of 8192 tokens, 0.19 % of the gradient's norm in one chunk (as natively) or in FP32, and in
 BF16 0.22 % in 2, 0.28 % in 4, 0.35 % in 8 and 0.49 % in 16 chunks."""
@@ -301,8 +301,8 @@ def linear_cross_entropy(
             `ignore_index` makes the loss NaN; on the CPU it is refused.
         bias: [V] or None.
         ignore_index: the target of tokens that do not count.
-        chunk_tokens: tokens a chunk; None takes `default_chunk`. More than `CHUNKS_IN_16_BITS` chunks add the weight's
-            gradient up in FP32, in memory of its own.
+        chunk_tokens: tokens a chunk; None takes `default_chunk`. More than `MOST_CHUNKS_IN_BF16` chunks add the
+            weight's gradient up in FP32, in memory of its own.
         reduction: "mean" over the tokens that count (NaN where there are none, as in torch), or "sum".
         scale, cap: positive; what the loss reads is scale * logits, or cap * tanh(scale * logits / cap).
         casts: compute the head's three products in FP8 with these; None computes them in the dtype of `hidden`.
@@ -349,8 +349,8 @@ def linear_cross_entropy(
         operands = [tensor for tensor in (hidden, weight, bias) if tensor is not None]
         nothing = torch.stack([tensor.flatten()[:0].float().sum() for tensor in operands]).sum()
         return nothing + torch.nan if reduction == "mean" else nothing
-    in_16_bits = dtype is not torch.float16 and -(-tokens // chunk) <= CHUNKS_IN_16_BITS
-    sum_dtype = weight.dtype if in_16_bits else torch.float32
+    few_chunks = dtype is not torch.float16 and -(-tokens // chunk) <= MOST_CHUNKS_IN_BF16
+    sum_dtype = weight.dtype if few_chunks else torch.float32
     with torch.no_grad(), torch.autocast(device, enabled=False):
         head_bias = None if bias is None else bias.to(dtype)
         products: HeadProducts | FP8HeadProducts

@@ -7,6 +7,8 @@ gradient is multiplied by them before its cast.
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -21,13 +23,12 @@ from fp8booster.kernels.blockwise_cast import scales_shape
 from fp8booster.kernels.device import require_fp8
 from fp8booster.nn.linear.functional import check_operands, linear_from_quantized
 from fp8booster.nn.linear.layer import FP8Layer, FP8Linear, note_read, restore_weight
-from fp8booster.nn.linear.saving import guard_save_pretrained
 from fp8booster.nn.linear.shared_input import share_input
 from fp8booster.nn.linear.speed_model import TokenCounts
 from fp8booster.nn.modules import change_class
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.freshness import reusable
-from fp8booster.nn.weights.frozen import FrozenWeight
+from fp8booster.nn.weights.source import FrozenWeight
 from fp8booster.nn.weights.stacking import as_matrix
 from fp8booster.scaling import INPUT, WEIGHT
 from fp8booster.tensor import QuantizedMatrix, stored_scale
@@ -354,8 +355,38 @@ def _nothing(shape: tuple[int, int], config: FP8Config, device: torch.device) ->
     return QuantizedMatrix(data, data.new_empty(0), scales, None)
 
 
+_GUARDED = "_fp8booster_guarded"
+
+
 def _guard_saves() -> None:
-    guard_save_pretrained(lambda module: isinstance(module, FrozenLayer))
+    """Let `save_pretrained` of transformers refuse to write weights in FP8; nothing without transformers.
+
+    It would write them with a config that names no quantization, and read them back as if each scale were 1.
+    """
+    models = sys.modules.get("transformers.modeling_utils")
+    base: Any = getattr(models, "PreTrainedModel", None)
+    if base is None or hasattr(base.save_pretrained, _GUARDED):
+        return
+    save = base.save_pretrained
+
+    @functools.wraps(save)
+    def guarded(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        given = kwargs.get("state_dict", args[2] if len(args) > 2 else None)
+        if given is None:
+            in_fp8 = any(isinstance(module, FrozenLayer) for module in self.modules())
+        else:
+            in_fp8 = any(isinstance(value, torch.Tensor) and value.dtype in FORMATS for value in given.values())
+        # of a model that transformers added adapters to, it writes these alone
+        only_adapters = getattr(self, "_hf_peft_config_loaded", False) and kwargs.get("save_peft_format", True)
+        if in_fp8 and not only_adapters:
+            raise ValueError(
+                "the model's weights are in FP8, which save_pretrained would write as if they had no scales; write it "
+                'with fp8booster.export(model, folder), in FP8, or with format="bf16" in 16 bits'
+            )
+        return save(self, *args, **kwargs)
+
+    setattr(guarded, _GUARDED, True)
+    base.save_pretrained = guarded
 
 
 _guard_saves()  # for a model that is unpickled, none of whose layers is made

@@ -143,7 +143,7 @@ class _Linear(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         outputs = ctx.weight_shape[1 if how.weight_is_transposed else 0]
         ctx.shape = input.shape if how.exchange is None else how.exchange.shape(input.shape)
-        return _fprop(x, w, bias, outputs, ctx.shape, how.out_dtype, how.casts.config, how.exchange)
+        return fprop(x, w, bias, outputs, ctx.shape, how.out_dtype, how.casts.config, how.exchange)
 
     @staticmethod
     @once_differentiable
@@ -204,7 +204,7 @@ class _Linear(torch.autograd.Function):
         return dx, db, None, *dws, *(None,) * (len(ctx.needs_input_grad) - _WEIGHTS - how.weights)
 
 
-def _fprop(
+def fprop(
     x: QuantizedMatrix,
     w: QuantizedMatrix,
     bias: torch.Tensor | None,
@@ -212,9 +212,9 @@ def _fprop(
     shape: tuple[int, ...],
     out_dtype: torch.dtype,
     config: FP8Config,
-    exchange: Exchange | None,
+    exchange: Exchange | None = None,
 ) -> torch.Tensor:
-    """The product x @ w.T + bias, [..., outputs]; `shape` is the input's, [..., K], as the product reads it."""
+    """Return the product x @ w.T + bias, [..., outputs]; `shape` is the input's, [..., K], as the product reads it."""
     if bias is not None:
         bias = F.pad(bias.detach().to(out_dtype), (0, w.data.shape[0] - outputs))
     y = product(
@@ -355,7 +355,7 @@ def linear_from_quantized(
     if not torch.is_grad_enabled():  # without autograd's function, whose Python a decode of few tokens waits for
         outputs = weights[0].shape[1] if weight_is_transposed else sum(each.shape[0] for each in weights)
         shape = input.shape if exchange is None else exchange.shape(input.shape)
-        return _fprop(x, w, bias, outputs, shape, out_dtype, casts.config, exchange)
+        return fprop(x, w, bias, outputs, shape, out_dtype, casts.config, exchange)
     wants_transpose = backward_weight is None and input.requires_grad
     row_scales = None
     if wants_transpose and not w.transpose.numel():

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from torch import nn
 from fp8booster.kernels.alignment import ALIGNMENT
 from fp8booster.kernels.product import product
 from fp8booster.nn.linear.frozen import FrozenFP8Linear
-from fp8booster.nn.linear.functional import once_differentiable, unsafe_view
+from fp8booster.nn.linear.functional import fprop, once_differentiable, unsafe_view
 from fp8booster.nn.modules import must_be_called
 from fp8booster.nn.weights.delivered import Recipe, delivered_recipe
 from fp8booster.nn.weights.source import BackwardWeight, transposed_in_backward
@@ -42,7 +42,7 @@ class LowRank(NamedTuple):
     scaling: float
 
 
-def low_rank_of(module: nn.Module) -> LowRank | None:
+def low_rank_of(module: Any) -> LowRank | None:
     """Return what a layer of peft's with LoRA computes, if it is that on a frozen FP8 layer and no more.
 
     None where peft's own forward has more to do: dropout, DoRA, several adapters, one that is merged or disabled, hooks
@@ -51,15 +51,13 @@ def low_rank_of(module: nn.Module) -> LowRank | None:
     peft = sys.modules.get("peft.tuners.lora.layer")
     if peft is None or type(module) is not peft.Linear:
         return None
-    return _of_peft(module)
-
-
-def _of_peft(module: Any) -> LowRank | None:
     if module.disable_adapters or module.merged or len(active := module.active_adapters) != 1:
         return None
     name, inside = active[0], module._modules
-    layer, bases_only = inside["base_layer"], name not in inside["lora_A"]
-    if bases_only or type(layer) is not FrozenFP8Linear or module.use_dora[name] or _varies(module, name):
+    layer = inside["base_layer"]
+    if name not in inside["lora_A"] or type(layer) is not FrozenFP8Linear or module.use_dora[name]:
+        return None
+    if name in getattr(module, "lora_variant", ()):  # newer versions of peft have something else than LoRA there
         return None
     a, b, dropout = (inside[kind][name] for kind in ("lora_A", "lora_B", "lora_dropout"))
     plain = type(a) is type(b) is nn.Linear and b.bias is None and type(dropout) is nn.Identity
@@ -69,7 +67,7 @@ def _of_peft(module: Any) -> LowRank | None:
 
 
 def low_rank_adapters(model: nn.Module) -> set[int]:
-    """The identities of what LoRA multiplies by where it is on a frozen FP8 layer."""
+    """Return the ids of what LoRA multiplies by where it is on a frozen FP8 layer."""
     return {
         id(module)
         for adapted in model.modules()
@@ -78,11 +76,6 @@ def low_rank_adapters(model: nn.Module) -> set[int]:
         if (factors := adapted._modules.get(name)) is not None
         for module in factors.children()
     }
-
-
-def _varies(module: Any, name: str) -> bool:
-    """Tell whether newer versions of peft have something else than LoRA under the name."""
-    return name in getattr(module, "lora_variant", ())
 
 
 def low_rank_product(input: torch.Tensor, modules: Sequence[nn.Module]) -> torch.Tensor | None:
@@ -167,20 +160,8 @@ class _LowRankProduct(torch.autograd.Function):
         weights: list[BackwardWeight] = []
         for part, bias in zip(parts, biases, strict=True):
             w, config = part.layer.quantized, part.layer.fp8_config
-            outputs = part.layer.fp8_shape[0]
             weights.append(transposed_in_backward(w))
-            products.append(
-                product(
-                    x.data,
-                    w.data,
-                    x.inverse_scale,
-                    w.inverse_scale,
-                    out_dtype=input.dtype,
-                    bias=None if bias is None else _padded(bias.detach().to(input.dtype), len(w.data)),
-                    **config.product_options["fprop"],
-                    shape=(len(matrix), outputs),
-                )
-            )
+            products.append(fprop(x, w, bias, part.layer.fp8_shape[0], matrix.shape, input.dtype, config))
         y = products[0] if count == 1 else torch.cat(products, 1)
         low = matrix @ _stacked(a).t()
         for part, of_y, of_low, factor in zip(parts, _columns(y, b), _columns(low, a), b, strict=True):
@@ -201,9 +182,7 @@ class _LowRankProduct(torch.autograd.Function):
         a, b, source = tensors[:count], tensors[count : 2 * count], tensors[2 * count :]
         for_input = ctx.needs_input_grad[0]
         for_a = any(ctx.needs_input_grad[_TENSORS : _TENSORS + count])
-        dx = None
-        if for_input:
-            dx = _base_dgrad(gradient, parts, ctx.weights)
+        dx = _base_dgrad(gradient, parts, ctx.weights) if for_input else None
         dy = gradient.reshape(-1, gradient.shape[-1])
         of_dy = _columns(dy, b)
         dlow = torch.cat([of @ (each * part.scaling) for of, each, part in zip(of_dy, b, parts, strict=True)], 1)
@@ -228,13 +207,12 @@ _TENSORS = 4
 def _base_dgrad(
     gradient: torch.Tensor, parts: Sequence[LowRank], weights: Sequence[BackwardWeight]
 ) -> torch.Tensor:  # [M, K]
-    """The input's gradient through the frozen weights, of one cast of the gradients of all their outputs."""
+    """Return the input's gradient through the frozen weights, of one cast of the gradients of all their outputs."""
     first = parts[0].layer
     config = first.fp8_config
     dy = first.fp8_casts.quantize(OUTPUT_GRADIENT, gradient)
     rows, width = prod(gradient.shape[:-1]), first.fp8_shape[1]
-    begin = 0
-    of_parts: list[torch.Tensor] = []
+    begin, dx = 0, None
     for weight in weights:
         transpose, scale = weight()
         outputs = transpose.shape[1]
@@ -247,18 +225,15 @@ def _base_dgrad(
             **config.product_options["dgrad"],
             shape=(rows, width),
         )
-        if of_parts:
-            of_parts[0].add_(of_part)
-        else:
-            of_parts.append(of_part)
+        dx = of_part if dx is None else dx.add_(of_part)
         begin += outputs
-    return of_parts[0]
+    return cast(torch.Tensor, dx)
 
 
 def _of_a(
     dlow: torch.Tensor, recipe: Recipe | None, source: Sequence[torch.Tensor], a: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """The gradients of a: of x as it was, made again, or as fprop read it."""
+    """Return the gradients of a, from x recomputed as it was, or as fprop read it."""
     rows, columns = len(dlow), a[0].shape[1]
     if recipe is not None:
         gradient = dlow.t() @ recipe.matrix(*source)[0]
@@ -274,9 +249,5 @@ def _stacked(factors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _columns(matrix: torch.Tensor, factors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The columns of a matrix that belong to each factor, as many as it has rows."""
+    """Return the columns of a matrix that belong to each factor, as many as it has rows."""
     return matrix.split([len(each) for each in factors], 1)
-
-
-def _padded(bias: torch.Tensor, size: int) -> torch.Tensor:
-    return torch.nn.functional.pad(bias, (0, size - len(bias)))

@@ -256,6 +256,38 @@ class PinnedCopy:
         return self._places == [weight.data_ptr() for weight in self._weights]
 
 
+class FrozenWeight(WeightSource):
+    """Gives the matrix that a layer holds, which no longer changes and is all that there is of the weight.
+
+    Args:
+        quantized: under any scales, without its transpose.
+    """
+
+    lacks_values = True
+    refusal = "their weights are kept in FP8 alone"
+
+    def __init__(self, quantized: QuantizedMatrix) -> None:
+        super().__init__()
+        self._quantized = quantized
+
+    @property
+    def held(self) -> QuantizedMatrix:
+        """The matrix."""
+        return self._quantized
+
+    def forward(self, weights: Sequence[torch.Tensor], casts: Casts, *, transpose: bool) -> QuantizedMatrix:
+        """As `WeightSource.forward`; the transpose is left to `backward`."""
+        return self._quantized
+
+    def backward(self, weights: Sequence[torch.Tensor], casts: Casts) -> BackwardWeight:
+        """As `WeightSource.backward`."""
+        return transposed_in_backward(self._quantized)
+
+    def is_provided(self, weights: Sequence[torch.Tensor]) -> bool:
+        """As `WeightSource.is_provided`."""
+        return True
+
+
 def transposed_in_backward(quantized: QuantizedMatrix) -> BackwardWeight:
     """The transpose of a weight that forward multiplies by, made when backward asks.
 

@@ -302,10 +302,10 @@ def test_many_chunks_are_added_up_in_fp32(config, monkeypatch: pytest.MonkeyPatc
         assert [leaf.grad.dtype for leaf in leaves] == [torch.bfloat16] * 2
         return [error(leaf.grad, gradient) for leaf, gradient in zip(leaves, gradients[1:], strict=True)]
 
-    one, limit = errors(1), loss_module.CHUNKS_IN_16_BITS
+    one, limit = errors(1), loss_module.MOST_CHUNKS_IN_BF16
     several, over, many = errors(limit), errors(limit + 0.5), errors(64)
     assert max(each[1] for each in (several, over, many)) < 1.1 * one[1]  # in FP32 always
-    monkeypatch.setattr(loss_module, "CHUNKS_IN_16_BITS", 64)
+    monkeypatch.setattr(loss_module, "MOST_CHUNKS_IN_BF16", 64)
     rounded = errors(64)
     if config is None:
         assert one[0] < several[0] < 2.5 * one[0]
