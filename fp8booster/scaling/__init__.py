@@ -53,6 +53,7 @@ def named(text: str) -> Scaling:
         call = ast.parse(f"f({arguments}", mode="eval").body
         if not isinstance(call, ast.Call) or call.args:
             raise SyntaxError
+        # Python's parser refuses no argument that is given twice within `ast.parse`; a dict would keep the last
         given = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
         known = {each.name for each in fields(kind)}  # type: ignore[arg-type]
         if len(given) < len(call.keywords) or own.keys() & given.keys() or not given.keys() <= known:

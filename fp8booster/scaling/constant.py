@@ -61,6 +61,7 @@ class Constant(Scaling):
             data, transpose, inverse_scale, amax = cast_by(matrix, dtype, amaxes[1:], **layouts)
         else:
             data, transpose, inverse_scale = cast(matrix, dtype, amax=amaxes[1:], **layouts)
+        # the amax is noted for the NaN that an infinity makes of the inverse scale; no scale comes from it
         note_amax(amaxes, amax, inverse_scale, new_step=False, factor=1.0)
         return QuantizedMatrix(data, transpose, inverse_scale, None)
 
@@ -83,6 +84,7 @@ class _Amaxes(State):
         self._made: dict[tuple[float, torch.device], torch.Tensor] = {}
 
     def of(self, amax: float, device: torch.device) -> torch.Tensor:
+        # on the device, since kernels read amaxes from there; a number from the host would be copied at each cast
         if (amax, device) not in self._made:
             with torch.inference_mode(False):  # so that training may write to it after a forward in that mode
                 self._made[amax, device] = torch.full((2,), amax, dtype=torch.float32, device=device)

@@ -117,6 +117,7 @@ class Scaling:
 def check_strategy(scaling: Scaling) -> None:
     """Raise TypeError or ValueError, which say what to write, for an object that does not keep to the contract."""
     kind, what = type(scaling), f"FP8Config.scaling is {scaling!r}, and {type(scaling).__name__}"
+    # a frozen dataclass with a list among its fields has a `__hash__` that fails: only a call tells
     try:
         hash(scaling)
     except TypeError:
@@ -128,6 +129,7 @@ def check_strategy(scaling: Scaling) -> None:
         raise TypeError(f"{what} has the name {name!r}; give it one, for the report")
     if scaling.granularity not in GRANULARITIES:
         raise ValueError(f"{what} has the granularity {scaling.granularity!r}; use {' or '.join(GRANULARITIES)}")
+    # conversion would ask for the state layer by layer, and fail with some of them converted
     state = scaling.new_state()
     if state is not None and not isinstance(state, State):
         raise TypeError(

@@ -71,12 +71,15 @@ class Delayed(Scaling):
         new_step = history.begin_step()
         layouts["power_of_two"] = self.power_of_two
         if history.is_first_step:
+            # all casts of the first step are in real time, since micro-batches share one history
             amax = amax_of(matrix) if amax is None else amax
             data, transpose, inverse_scale = cast(matrix, dtype, amax=amax, **layouts)
         else:
+            # `note_amax` moves the history on after the cast, so in a new step the last step's amax is still the first
             past = history.amaxes[:-1] if new_step else history.amaxes[1:]
             past = past[:1] if self.amax == "most recent" else past
             if amax is None:
+                # the cast finds the amax while it reads: no pass of its own, which is what delayed scales save
                 data, transpose, inverse_scale, amax = cast_by(matrix, dtype, past, **layouts)
             else:
                 data, transpose, inverse_scale = cast(matrix, dtype, amax=past, **layouts)
@@ -136,6 +139,7 @@ class _Histories(State):
         """Return an operand's history; it begins anew where the device or the format is another."""
         history = self.by_role.get(role)
         if history is None or history.made_for != (device, dtype):
+            # what was loaded is used once: after a move to another device it would be of steps long past
             history = self.by_role[role] = _History(self._steps, device, dtype, self._loaded.pop(role, None))
         return history
 

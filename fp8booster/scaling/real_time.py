@@ -55,10 +55,12 @@ class RealTime(Scaling):
     ) -> QuantizedMatrix:
         """As `Scaling.cast`; finer scales than one a tensor find their own amaxes."""
         layouts["power_of_two"] = self.power_of_two
+        # finer kernels read the matrix for amaxes of their own: one delivered for the whole is of no use to them
         if self.granularity == "tensorwise":
             return QuantizedMatrix(*cast(matrix, dtype, amax=amax, **layouts), None)
         if self.granularity == "rowwise":
             return QuantizedMatrix(*rowwise_cast(matrix, dtype, **layouts))
+        # squares alone are scaled alike in the transpose, so a weight's serve forward and backward
         return QuantizedMatrix(*blockwise_cast(matrix, dtype, square=role == WEIGHT, **layouts))
 
     @property

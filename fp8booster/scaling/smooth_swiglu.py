@@ -65,11 +65,13 @@ class SmoothSwiGLU(Scaling):
         layouts["plain"] = plain
         if role == OUTPUT_GRADIENT:
             return self.without_state.cast(role, matrix, dtype, amax=amax, **layouts)
+        # by channel from the matrix itself: a delivered amax is of all channels
         amaxes = column_amax(matrix)
         if plain:  # without it backward asks, for which either operand will do by itself
             state.note(role, amaxes)
         if state.factors is None or state.factors.device != matrix.device:
             return self.without_state.cast(role, matrix, dtype, amax=amaxes, **layouts)
+        # powers of two, so input times weight is exactly what it was without them
         factors = 1 / state.factors if role == WEIGHT else state.factors
         data, transpose, inverse_scale = channel_cast(
             matrix, factors, (amaxes * factors).amax(), dtype, **layouts, power_of_two=self.power_of_two
@@ -117,6 +119,7 @@ class ChannelFactors(State):
     def note(self, role: str, amaxes: torch.Tensor) -> None:
         """Take the channels' amaxes of an input, or those of a weight that is cast now and finds the factors."""
         if role == WEIGHT:
+            # a weight is cast once a step, and its cast and those of inputs must have the same factors until the next
             if self._seen is not None and self._seen.shape == amaxes.shape:
                 self.factors = factors_of(self._seen.to(amaxes.device), amaxes)
             self._seen = None
@@ -148,6 +151,7 @@ def factors_of(inputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         float32 [K]; 1 where an amax is zero or no finite number.
     """
     excess = _above_median(inputs) - _above_median(weights)
+    # half of the excess goes to each operand, so neither gets outliers that the other had
     powers = (-0.5 * excess).round()
     powers = powers.where(powers.isfinite(), 0.0)
     return torch.exp2(powers.clamp(-LARGEST_POWER, LARGEST_POWER))

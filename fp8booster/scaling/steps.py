@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 
+# one count for the process: hooks of torch see that an optimizer steps, and not whose weights it has
 class _Steps:
     count = 0
 

@@ -96,6 +96,7 @@ def run_experts(
     made = None if grouped is None else grouped(tokens, counts, weight_gradient_factors, usual_rows)
     if made is not None:
         return made
+    # all senders' tokens of an expert in one product: a product for each sender would read the weight again
     sizes = [count for sender in counts for count in sender]
     pieces = tokens.split(sizes)
     by_expert = [list(pieces[index :: len(experts)]) for index in range(len(experts))]
@@ -106,6 +107,7 @@ def run_experts(
             y = expert(x)
         else:
             factor = weight_gradient_factors[index]
+            # times the factor behind the expert and its inverse before it: its weights alone see the factor
             y = scale_gradient(expert(scale_gradient(x, 1 / factor)), factor)
         results.append(y.split([piece.shape[0] for piece in own]))
     return torch.cat([result[sender] for sender in range(len(counts)) for result in results])

@@ -62,7 +62,7 @@ def why_not(module: nn.Module, config: FP8Config) -> str | None:
         return "a forward of its class's own, which must run"
     shapes = [module._parameters[name].shape for name in _names(module)]  # type: ignore[union-attr]
     sizes = [size for _, *features in shapes for size in features]
-    return why_not_stacked(config, sizes) or config.finer_scales
+    return why_not_stacked(config, sizes, config.finer_scales)
 
 
 def _has_rewritten_forward(cls: type[nn.Module]) -> bool:

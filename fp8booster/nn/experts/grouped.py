@@ -168,7 +168,7 @@ class GroupedExperts:
         if not gate.fp8_config == up.fp8_config == config:
             return "the layers' FP8Configs differ"
         sizes = [size for layer in first for size in layer.held_weight.shape]
-        reason = why_not_stacked(config, sizes) or down.fp8_casts.why_not_by_engines
+        reason = why_not_stacked(config, sizes, down.fp8_casts.why_not_by_engines)
         if reason is not None:
             return reason
         return why_no_grouped_product(down.held_weight.device, config.emulate)

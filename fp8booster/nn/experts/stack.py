@@ -53,19 +53,26 @@ def run_stacks(
     down: WeightStack,
 ) -> torch.Tensor:
     """Return the results of experts on rows, [T, H], in the order of the rows."""
-    x = up.product(permute(rows, layout), layout.groups)
-    return unpermute(down.product(activation(x), layout.groups), layout)
+    x = permute(rows, layout)
+    # by one name: what autograd does not save is freed before the next one is made
+    x = up.product(x, layout.groups)
+    x = activation(x)
+    x = down.product(x, layout.groups)
+    return unpermute(x, layout)
 
 
-def why_not_stacked(config: FP8Config, sizes: Sequence[int]) -> str | None:
+def why_not_stacked(config: FP8Config, sizes: Sequence[int], scales: str | None) -> str | None:
     """Return why experts do not compute in grouped products, whatever their tokens; None where they can.
 
     Args:
         config: of all their layers.
         sizes: input and output features.
+        scales: finer ones than grouped products can read; None: they can.
     """
     if any(size % ALIGNMENT for size in sizes):
         return f"a size is no multiple of {ALIGNMENT}"
+    if scales is not None:
+        return scales
     if config.input_format is not E4M3 or config.weight_format is not E4M3:
         return "grouped products multiply E4M3 alone"
     return None
@@ -116,6 +123,7 @@ class StackedLayers:
         """As `WeightStack.product`."""
         weights = [layer.held_weight for layer in self._layers]
         provided = is_provided(self._layers[0])
+        # an engine may begin to provide weights between two steps, and then their scales are others
         key = self._casts.config, provided
         quantized = self._copy.get(weights, key)
         if quantized is None:
@@ -166,6 +174,7 @@ class StackedParameter:
 
     def product(self, x: torch.Tensor, groups: Groups) -> torch.Tensor:
         """As `WeightStack.product`."""
+        # one scale for all experts: a product has one for each expert's block, and an engine casts a parameter whole
         weight, source, casts = self._weight, self._source, self._casts
         w = under_one_scale(source.for_call(weight, casts, x), len(weight), source.is_transposed)
         y = grouped_linear(x, [weight], w, groups, casts, backward_weight=source.backward([weight], casts))

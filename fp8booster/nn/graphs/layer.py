@@ -91,6 +91,7 @@ class _Shared:
         Micro-batches of a pipeline go backward first in, first out, so each has a memory.
         """
         place = device, waiting
+        # graphs of a memory that lost a block stay right in it, as long as no capture takes that block
         memory = self._memories.get(place)
         if memory is None or not memory.is_whole(record.in_use(memory)):
             memory = self._memories[place] = record.new_memory()
@@ -300,6 +301,7 @@ class LayerGraphs:
             memory = record.new_memory() if apart else self._shared.memory_of(record, device, waiting)
             kept, passing = kind.kept + sum(each.nbytes for each in given), 3 * kind.passing
             gradients = sum(each.nbytes for each in layer.parameters() if each.requires_grad)
+            # places for gradients cost memory and save time, so they are the first to go
             copies = copies or record.why_no_room(memory, kept + gradients, passing) is not None
             why_not = record.why_no_room(memory, kept, passing) if copies else None
             if why_not is not None:

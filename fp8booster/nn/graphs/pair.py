@@ -111,6 +111,7 @@ class GraphPair:
                 places[made.data_ptr()] = made
             return made
 
+        # what others keep is not this pair's to copy aside
         before = record.in_use(memory)
         with copies_are_held(None if copies_gradients else place_of):
             self._forward, outputs = record(call.forward, memory)
@@ -134,9 +135,11 @@ class GraphPair:
         # what forward kept and backward freed is written by this pair's replays all the same
         kept = {place: size for place, size in kept.items() if place in after or place not in used_up} | after
         self._kept = {place: size for place, size in kept.items() if place not in before}
+        # a block that another pair keeps, freed in the midst, may have been given to this capture
         if not memory.is_whole(after):
             raise Freed
         self.order = memory.add(self, self._kept)
+        # counted once nothing but this pair holds the places: one more later is a gradient that somebody keeps
         self._holders = list(map(record.holders, self._places))
 
     def free(self) -> None:
@@ -177,6 +180,7 @@ class GraphPair:
         ticket.versions = self._versions()  # a replayed backward reads weights in place, past autograd's check
         self._ticket = weakref.ref(ticket)
         self._aside = None
+        # with recompute nothing waits in the memory: any pair may be replayed before this backward
         if self._kept:
             self._memory.wait_for(self)
         self._forward()
@@ -198,6 +202,7 @@ class GraphPair:
                 "a weight needed for gradient computation has been modified by an inplace operation: an optimizer "
                 "stepped between this forward and its backward; run backward before the step"
             )
+        # a forward could have run eagerly instead, but backward must be of the graphs that hold its values
         for other in self._memory.later_ones(self):
             other.set_aside()
         # a graph that is kept may go backward again, and until it is freed nothing may lie where it has its values

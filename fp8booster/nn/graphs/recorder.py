@@ -48,6 +48,7 @@ class Memory:
     def later_ones(self, owner: Any) -> list[Any]:
         """Return those captured after an owner that wait for their backward; none where all is last in, first out."""
         waiting = self._waiting
+        # those that are done leave from the end: last in, first out, so the list stays short and this costs no search
         while waiting and waiting[-1].is_free:
             waiting.pop()
         if not waiting or waiting[-1].order <= owner.order:
@@ -107,8 +108,9 @@ class Recorder:
             RuntimeError: work that cannot be captured, as where the host reads a value from the GPU.
         """
         graph = torch.cuda.CUDAGraph()
+        # a collection in the midst may free a graph or an event, which a capture forbids
         collects = gc.isenabled()
-        gc.disable()  # what a collection frees in the midst may call what a capture forbids
+        gc.disable()
         torch.cuda.synchronize(self._device)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         try:
@@ -201,6 +203,7 @@ class Recorder:
         storage = tensor.untyped_storage()
         if not storage.nbytes():
             return tensor
+        # by `__cuda_array_interface__`: a tensor over an address that keeps nothing alive, without a private function
         held = self.bytes_at(storage.data_ptr(), storage.nbytes()).untyped_storage()
         made = torch.empty(0, dtype=tensor.dtype, device=self._device)
         return made.set_(held, tensor.storage_offset(), tensor.shape, tensor.stride())
