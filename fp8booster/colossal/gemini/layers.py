@@ -21,8 +21,7 @@ from torch import nn
 from fp8booster.colossal.gemini.chunks import ChunkWeight, FP8Chunk
 from fp8booster.nn import FP8Layer, FP8Linear
 from fp8booster.nn.experts.fp8_experts import FP8Experts
-from fp8booster.nn.fused.causal_lm_loss import fused_head
-from fp8booster.nn.fused.head import HeldHead
+from fp8booster.nn.fused.causal_lm_loss import HeldHead, fused_head
 from fp8booster.nn.fused.merged_layers import MergedLayers, merged_layers
 from fp8booster.nn.fused.norm import FusedNorm
 from fp8booster.nn.modules import PASSES_ON, change_class, mixed_class

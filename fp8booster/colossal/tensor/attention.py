@@ -31,8 +31,8 @@ from fp8booster.colossal.tensor.layers import FP8PaddingLMHead
 from fp8booster.colossal.tensor.loss import use_sharded_loss
 from fp8booster.nn.fused import fuse
 from fp8booster.nn.fused.attention import attend_packed
+from fp8booster.nn.fused.causal_lm_loss import HEADS
 from fp8booster.nn.fused.decoder import REPLACED
-from fp8booster.nn.fused.head import HEADS
 from fp8booster.nn.fused.packing import Sequences, let_pack_around
 from fp8booster.nn.fused.self_attention import FusedAttention
 from fp8booster.nn.linear.functional import once_differentiable

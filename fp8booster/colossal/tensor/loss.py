@@ -4,7 +4,7 @@ Shardformer's forwards all end alike: body, `logits = self.lm_head(hidden_states
 `dist_cross_entropy(labels, logits, ...)` (shardformer/layer/loss.py:145), which picks the tokens of this rank and adds
 up their losses. So they run as they are. While one runs, its head hands the hidden states on, and `dist_cross_entropy`,
 where it is given these, has their loss by `nn.fused.linear_cross_entropy`. A head whose vocabulary is spread over the
-ranks of tensor parallelism computes it from each rank's part of the logits (`nn.fused.vocabulary`).
+ranks of tensor parallelism computes it from each rank's part of the logits (`nn.fused.loss`).
 
 Against Colossal-AI's: logits are in FP32 wherever a loss reads them, where without tensor parallelism Colossal-AI may
 leave them in 16 bits; and nothing of the size of all logits is in memory.
@@ -30,14 +30,15 @@ from torch import nn
 from fp8booster.colossal.tensor.layers import FP8Linear1DCol, FP8PaddingLMHead, FP8VocabParallelLMHead1D
 from fp8booster.nn.fused.causal_lm_loss import (
     FusedLoss,
+    head_loss,
     language_model_in,
     mark_fused,
     offer_loss,
     use_fused_loss,
     wants_loss,
+    why_not_bypassed,
 )
-from fp8booster.nn.fused.head import head_loss, why_not_bypassed
-from fp8booster.nn.fused.vocabulary import VocabularyPart
+from fp8booster.nn.fused.loss import VocabularyPart
 from fp8booster.nn.linear.layer import FP8Linear
 from fp8booster.nn.weights.delivered import deliver_amax, delivered_amax
 

@@ -29,8 +29,7 @@ from fp8booster.comm.fsdp import reduce_flat_fsdp
 from fp8booster.comm.observer import observer
 from fp8booster.nn.experts.fp8_experts import FP8Experts
 from fp8booster.nn.fsdp.flat_weights import NAME, FlatWeights
-from fp8booster.nn.fused.causal_lm_loss import fused_head
-from fp8booster.nn.fused.head import HeldHead
+from fp8booster.nn.fused.causal_lm_loss import HeldHead, fused_head
 from fp8booster.nn.fused.merged_layers import MergedLayers, merged_layers
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import change_class, mixed_class

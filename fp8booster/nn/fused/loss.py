@@ -9,6 +9,15 @@ In 16 bits the logits' gradient is rounded once, as where torch computes the los
 gradients carry the 1 / count of a mean from the start. FP16 could not hold them so small without the loss scale, which
 only backward knows: there the gradients are those of the sum, the weight's in FP32, and backward brings in the rest.
 
+Where a head's rows are spread over ranks, each rank r has the logits of its own tokens:
+
+    L_r = log(sum(exp(logits of r)))           L = log(sum(exp(L_r) over r))
+    loss = L - logits[target]
+    gradient of r = exp(logits of r - L) - onehot(target), where r has the target
+
+Each rank makes L_r by `kernels.cross_entropy.logsumexp`. One gather of two FP32 values a row from each rank makes L and
+the target's logit; then the gradient is written over the logits, which are read once more.
+
 Shape legend of the three products: m tokens of the chunk, K features, V tokens of the vocabulary.
 """
 
@@ -18,15 +27,17 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fp8booster.comm.observer import observer
+from fp8booster.comm.transport import gather_bytes
 from fp8booster.kernels.alignment import aligned
-from fp8booster.kernels.cross_entropy import multiply_
+from fp8booster.kernels.cross_entropy import cross_entropy, logsumexp, multiply_, write_gradient
 from fp8booster.kernels.device import require_fp8
 from fp8booster.kernels.product import product
-from fp8booster.nn.fused.vocabulary import VocabularyPart
 from fp8booster.nn.linear.functional import check_operands, once_differentiable
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.delivered import delivered_amax
@@ -43,6 +54,15 @@ MOST_CHUNKS_IN_BF16 = 8
 """The weight's gradient of more chunks is added up in FP32, in memory of its own. In BF16 each chunk after the first
 rounds the sum once more: of 8192 tokens, 0.19 % of the gradient's norm in one chunk (as natively) or in FP32, and in
 BF16 0.22 % in 2, 0.28 % in 4, 0.35 % in 8 and 0.49 % in 16 chunks."""
+
+SPREAD_LOSS = "loss over a spread vocabulary"
+"""The row of `comm.statistics()`."""
+
+SPREAD_LOSS_REASON = "FP32, two for each token"
+"""A loss that FP8 rounded could not be followed, and the gradient takes from it how sure the model is."""
+
+_IGNORED, _ELSEWHERE = -1, -2
+"""For the kernels: the target of rows that do not count, and of those whose target other ranks have."""
 
 SPENT = (
     "the gradients of this loss were given away by its first backward pass; add up all losses before one backward "
@@ -65,6 +85,76 @@ def default_chunk(tokens: int, vocabulary: int, features: int, bytes_each: int) 
     most = max(ROWS, features // 2 // ROWS * ROWS, CHUNK_BYTES // (aligned(vocabulary) * bytes_each) // ROWS * ROWS)
     chunks = max(1, -(-tokens // most))
     return -(-tokens // (chunks * ROWS)) * ROWS
+
+
+@dataclass(frozen=True)
+class VocabularyPart:
+    """The tokens that the rows of a head stand for."""
+
+    tokens: int  # in the whole vocabulary
+    columns: int  # the first so many of this rank's logits are tokens; the others are padding, which counts for nothing
+    first: int = 0  # the token of the first column
+    group: dist.ProcessGroup | None = None  # over which the vocabulary is spread; None: this rank has all of it
+
+    def cross_entropy(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        *,
+        ignore_index: int,
+        factor: Tensor | None = None,
+        scale: float = 1.0,
+        cap: float | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute `kernels.cross_entropy.cross_entropy` of whole rows.
+
+        Args:
+            logits: [R, this rank's columns and padding]; with a factor their gradient takes their place.
+            targets: int64 [R], tokens of the whole vocabulary, the same on all ranks of the group.
+            ignore_index: the target of rows that do not count.
+            factor: float32, one value.
+            scale, cap: as there, where no other ranks hold a part.
+
+        Returns:
+            (losses, float32 [R], the same on all ranks; the gradient's amax, or None where it was not found).
+        """
+        own = logits[:, : self.columns]
+        if factor is not None:
+            logits[:, self.columns :].zero_()
+        if self.group is None:
+            return cross_entropy(own, targets, ignore_index=ignore_index, factor=factor, scale=scale, cap=cap)
+        if scale != 1.0 or cap is not None:
+            raise ValueError(
+                "logits that are spread over ranks are neither scaled nor capped here; compute them, and their loss, "
+                "as Colossal-AI does (fused=False)"
+            )
+        return self._spread(own, targets, targets != ignore_index, factor)
+
+    def _spread(
+        self, logits: Tensor, targets: Tensor, kept: Tensor, factor: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        place = targets - self.first
+        here = (place >= 0) & (place < self.columns)
+        if self.columns:
+            column = torch.where(here, place, 0)
+            at_column = logits.gather(1, column[:, None])[:, 0].float()
+            own = logsumexp(logits, torch.where(kept, column, _IGNORED), ignore_index=_IGNORED)
+        else:
+            at_column = torch.zeros(len(targets), dtype=torch.float32, device=logits.device)
+            own = torch.full_like(at_column, -torch.inf)
+        values, ranks = torch.stack((own, torch.where(here, at_column, 0.0))), dist.get_world_size(self.group)
+        gathered = values.new_empty((ranks, *values.shape))
+        observer.count_plain(SPREAD_LOSS, ranks, values.nbytes, SPREAD_LOSS_REASON, "all_gather_into_tensor")
+        gather_bytes(gathered.view(-1), values.view(-1), self.group)
+        # FP32 and in the ranks' order on all of them, so that each has the same loss, bit for bit
+        known = (targets >= 0) & (targets < self.tokens)
+        # a row whose target is no token is NaN, as the kernel has it
+        whole = torch.where(known, gathered[:, 0].logsumexp(0), torch.nan)
+        losses = torch.where(kept, whole - gathered[:, 1].sum(0), 0.0)
+        if factor is None or not self.columns:
+            return losses, None
+        columns = torch.where(kept, torch.where(here, place, _ELSEWHERE), _IGNORED)
+        return losses, write_gradient(logits, columns, whole, ignore_index=_IGNORED, factor=factor)
 
 
 @dataclass(eq=False)

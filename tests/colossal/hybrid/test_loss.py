@@ -19,7 +19,7 @@ from fp8booster import FP8Config, comm
 from fp8booster.monitor.traffic import count_traffic
 from fp8booster.nn.fused import fused_summary, linear_cross_entropy, use_fused_loss, use_native_loss, why_not_fused
 from fp8booster.nn.fused import loss as loss_module
-from fp8booster.nn.fused.vocabulary import NAME, UNCOMPRESSED_REASON, VocabularyPart
+from fp8booster.nn.fused.loss import SPREAD_LOSS, SPREAD_LOSS_REASON, VocabularyPart
 from fp8booster.nn.weights.casting import Casts
 from tests.colossal.hybrid.runs import LENGTH, MODES, HybridRun, fp8, parts, sizes, start
 from tests.colossal.hybrid.test_sharded_models import MODELS
@@ -86,9 +86,9 @@ def test_statistics_have_what_a_spread_loss_sends() -> None:
         linear_cross_entropy(
             hidden, weight[rows].requires_grad_(), targets, chunk_tokens=16, vocabulary=part
         ).backward()
-    row = comm.statistics()[NAME]
+    row = comm.statistics()[SPREAD_LOSS]
     chunks = -(-TOKENS // 16)
-    assert row.uncompressed == {UNCOMPRESSED_REASON: chunks}
+    assert row.uncompressed == {SPREAD_LOSS_REASON: chunks}
     assert row.wire_bytes == row.raw_bytes == counted.sent == TOKENS * 2 * 4  # to the one other rank
 
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from fp8booster.nn.fused import vocabulary
-from fp8booster.nn.fused.vocabulary import VocabularyPart
+from fp8booster.nn.fused import loss as loss_module
+from fp8booster.nn.fused.loss import VocabularyPart
 
 ROWS, VOCABULARY = 40, 5000
 SPLITS = (0, 3000, 5000)
@@ -47,7 +47,7 @@ def whole(case: tuple, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
         output.copy_(torch.cat(own))
 
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
-    monkeypatch.setattr(vocabulary, "gather_bytes", gather)
+    monkeypatch.setattr(loss_module, "gather_bytes", gather)
     return found
 
 
@@ -152,7 +152,7 @@ def test_a_rank_of_padding_alone_has_the_loss_and_no_gradient(case, monkeypatch)
         output.copy_(torch.cat([of_others, values]))
 
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
-    monkeypatch.setattr(vocabulary, "gather_bytes", gather)
+    monkeypatch.setattr(loss_module, "gather_bytes", gather)
     padding = torch.full((ROWS, 24), 100.0, device=targets.device)
     part = VocabularyPart(VOCABULARY, 0, VOCABULARY, group="two ranks")
     factor = torch.ones((), device=targets.device)
