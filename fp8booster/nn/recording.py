@@ -91,7 +91,8 @@ class Recording:
     def __init__(self, model: nn.Module, recorder: Recorder, rules: Watchdog, warn: Callable[[str], object]) -> None:
         self._model, self._recorder, self._rules, self._warn = model, recorder, rules, warn
         operands = [(held.get(), _Operands(recorder, held.name, held.weights)) for held in held_casts(model)]
-        self._names = {id(each): _parameter_name(name) for name, each in model.named_parameters()}
+        # a weight goes by its layer's name, as the lines of its casts do
+        self._names = {id(each): plain_name(name).removesuffix(".weight") for name, each in model.named_parameters()}
         self._observed: list[tuple[list[Any], Any]] = [
             *((casts.observers, each.note) for casts, each in operands if casts is not None),
             *((casts.weight_observers, each.note_shard) for casts, each in operands if casts is not None),
@@ -328,11 +329,6 @@ def record(
 def _is_in_backward() -> bool:
     """Tell whether forward runs again for its backward, and has cast before what it casts now."""
     return torch._C._current_graph_task_id() != -1
-
-
-def _parameter_name(name: str) -> str:
-    """A parameter's name as lines have it: its layer's for a weight."""
-    return plain_name(name).removesuffix(".weight")
 
 
 def _plain(config: FP8Config) -> dict[str, Any]:

@@ -29,14 +29,14 @@ def share_inputs(model: nn.Module) -> None:
 
 
 def _bounds(model: nn.Module) -> Iterator[nn.Module]:
-    repeated = [layer for layer in repeated_layers(model) if not isinstance(layer, FP8Layer) and _has_several(layer)]
+    repeated = [
+        layer
+        for layer in repeated_layers(model)
+        if not isinstance(layer, FP8Layer) and sum(isinstance(each, FP8Layer) for each in layer.modules()) > 1
+    ]
     inside = {module for layer in repeated for module in layer.modules()}
     yield from repeated
     for module in model.modules():
         readers = [child for child in map(without_adapter, module.children()) if isinstance(child, FP8Layer)]
         if len(readers) > 1 and module not in inside and not isinstance(module, nn.ModuleList):
             yield module
-
-
-def _has_several(module: nn.Module) -> bool:
-    return sum(isinstance(each, FP8Layer) for each in module.modules()) > 1

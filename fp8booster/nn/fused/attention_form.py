@@ -148,28 +148,25 @@ _LIMITS = ("sliding_window", "attention_chunk_size", "floor_scale")
 """Lengths from which on masks and scales are others, of which the fused forward knows."""
 
 
+Read = tuple[set[str], set[str]]
+"""Names of attributes that a forward reads: of the attention, and of its configuration."""
+
+
 def _watched_form(trial: _Trial, native: type[nn.Module], fused: type[nn.Module], form: Form) -> Form | None:
     """Return a form that was found, with what it hangs on; None: it is another for other numbers, or in training."""
-    attention, reads = trial.attention, (_Read(), _Read())
+    by_native: Read = set(), set()
+    by_fused: Read = set(), set()
+    attention = trial.attention
     limits = [getattr(each, name, None) for each in (attention, attention.config) for name in _LIMITS]
     longest = min([_LONG, *(limit - 1 for limit in limits if isinstance(limit, int) and limit > 1)])
     for other in (replace(trial, training=True), replace(trial, size=5.0), replace(trial, length=longest)):
-        right, found = other.run(native, read=reads[0]), other.run(fused, form, reads[1])
+        right, found = other.run(native, read=by_native), other.run(fused, form, by_fused)
         if right is None or not _same(found, right):
             return None
     # what both read, the fused forward reads as it is at each call
-    by_native, by_fused = reads
+    own, of_config = (one ^ other for one, other in zip(by_native, by_fused, strict=True))
     # but a limit, which eager attention is given and leaves to its mask
-    own = by_native.own ^ by_fused.own | set(_LIMITS)
-    return form._replace(hangs_on=_plain_attributes(attention, own, by_native.of_config ^ by_fused.of_config))
-
-
-class _Read:
-    """Names of attributes that a forward reads."""
-
-    def __init__(self) -> None:
-        self.own: set[str] = set()
-        self.of_config: set[str] = set()
+    return form._replace(hangs_on=_plain_attributes(attention, own | set(_LIMITS), of_config))
 
 
 def _same(found: tuple | None, right: tuple) -> bool:
@@ -189,7 +186,7 @@ class _Trial:
     size: float = 1.0  # of the numbers
     training: bool = False
 
-    def run(self, cls: type[nn.Module], form: Form | None = None, read: _Read | None = None) -> tuple | None:
+    def run(self, cls: type[nn.Module], form: Form | None = None, read: Read | None = None) -> tuple | None:
         """Return what the forward of a class gives; None: it fails.
 
         Args:
@@ -199,12 +196,12 @@ class _Trial:
         """
         return tried(self._attended, cls, form, read)
 
-    def _attended(self, cls: type[nn.Module], form: Form | None, read: _Read | None) -> tuple:
+    def _attended(self, cls: type[nn.Module], form: Form | None, read: Read | None) -> tuple:
         probe = self._probe(form)
         change_class(probe, cls)
         if read is not None:
-            vars(probe)["config"] = _WatchedConfig(self.attention.config, read.of_config)
-            watch(probe, read.own)
+            vars(probe)["config"] = _WatchedConfig(self.attention.config, read[1])
+            watch(probe, read[0])
         embeddings, mask = self._embeddings(), None
         if has_sinks(self.attention):
             if form is None:

@@ -37,9 +37,6 @@ FAMILIES = {
 }
 """Names of the families, by transformers' folder."""
 
-_MODULES = {f"transformers.models.{folder}.modeling_{folder}" for folder in FAMILIES}
-
-
 _MODEL_NAMES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "stablelm": "StableLmForCausalLM",
@@ -99,7 +96,7 @@ def part_of(module: nn.Module) -> Part | None:
 
 def is_known(cls: type[nn.Module]) -> bool:
     """Tell whether a class is one of transformers' for the language models of these families."""
-    return cls.__module__ in _MODULES and "Vision" not in cls.__name__
+    return cls.__module__ in MODELS and "Vision" not in cls.__name__
 
 
 def is_attention(module: nn.Module) -> bool:
