@@ -139,6 +139,7 @@ def _thawed(base: FrozenLayer, adapters: Any) -> Iterator[None]:
     round it again.
     """
     kind, config, dtype, shape = type(base), base.fp8_config, base.weight_dtype, base.fp8_shape
+    # of several merges the first alone has the bytes without an adapter
     before = vars(adapters).get(_UNMERGED) or base.quantized
     input_amax = base.input_amax
     base.weight_dtype = torch.float32

@@ -230,6 +230,7 @@ class Recording:
             return take(store, verdict)
         store.wait([f"{key}{other}" for other in range(1, self._recorder.ranks)], PATIENCE)
         every = [own, *(take(store, f"{key}{other}") for other in range(1, self._recorder.ranks))]
+        # rank 0 decides, so that all ranks name the same tensor
         first = min((each for each in every if each is not None), default=None)
         put(store, verdict, first)
         return first

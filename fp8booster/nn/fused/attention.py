@@ -66,6 +66,7 @@ def attend(
         value,
         attn_mask=None if mask is None else mask[..., : key.shape[2]],
         dropout_p=dropout,
+        # a lone token behind a cache attends to all keys; SDPA's causal mask would leave it the first
         is_causal=mask is None and query.shape[2] > 1,
         scale=scale,
         enable_gqa=groups > 1,
@@ -230,6 +231,7 @@ def _attend_with_sinks(
     groups = query.shape[1] // key.shape[1]
     key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    # the softmax in FP32, as flash attention has it
     scores = scores.float().masked_fill(~mask, -torch.inf)
     of_sinks = sinks.float()[:, None, None].expand(*scores.shape[:3], 1)
     softmax = torch.cat([scores, of_sinks], -1).softmax(-1)[..., :-1]

@@ -118,6 +118,7 @@ def _whole_head_loss(head: nn.Linear, hidden: Tensor, targets: Tensor, **how: An
         if in_fp8:
             casts = head.fp8_casts if head.training else head.fp8_casts.evaluation
             fp8["casts"] = casts
+            # where no copy stays fresh, the loss casts the weight itself
             if reusable(hidden, held_weight(head)):
                 fp8["quantized_weight"] = _with_transpose(head, casts)
     return linear_cross_entropy(
@@ -220,6 +221,7 @@ class LazyLogits(LazyTensor):
             logits = self._head(self._hidden)
             logits = logits if self._scale == 1.0 else logits * self._scale
             logits = logits if self._outer is None else logits.tanh() * self._outer
+            # `float` was called, or will be: it gave this object back
             self._made = logits.float().view(self._shape)
         return self._made
 
@@ -245,6 +247,7 @@ class LazyLogits(LazyTensor):
             vocabulary=VocabularyPart(tokens, columns=tokens),
             ignore_index=ignore_index,
             reduction=reduction,
+            # outer * tanh(scale * x) is cap * tanh(scale * cap * x / cap), the words of the loss
             scale=self._scale * (1.0 if outer is None else outer),
             cap=outer,
         )

@@ -101,6 +101,7 @@ _ADDITIONS = (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)
 
 def _sum(one: Any, other: Any) -> LazySum:
     both = isinstance(one, Tensor) and isinstance(other, Tensor) and one.shape == other.shape
+    # of different shapes or types torch broadcasts and promotes, which no kernel for norms does
     return LazySum(one, other) if both else LazySum(one + other)
 
 

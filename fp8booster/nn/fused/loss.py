@@ -163,7 +163,7 @@ class HeadProducts:
 
     weight: Tensor  # [V, K]
     bias: Tensor | None  # [V]
-    wanted: tuple[bool, bool]  # hidden states and weight need gradients
+    wanted: tuple[bool, bool, bool]  # which of hidden states, weight and bias need gradients
     sum_dtype: torch.dtype  # in which the weight's gradient is added up over chunks: the weight's, or FP32
     _memory: Tensor | None = None
 
@@ -193,7 +193,7 @@ class HeadProducts:
         Returns:
             ([m, K] or None, [V, K] of `sum_dtype` or None).
         """
-        for_hidden, for_weight = self.wanted
+        for_hidden, for_weight, _ = self.wanted
         if for_weight:
             total = self._to_weight(gradient.t(), hidden, total)
         return torch.mm(gradient, self.weight) if for_hidden else None, total
@@ -216,7 +216,7 @@ class FP8HeadProducts:
 
     weight: QuantizedMatrix  # with its transpose
     bias: Tensor | None
-    wanted: tuple[bool, bool]
+    wanted: tuple[bool, bool, bool]
     sum_dtype: torch.dtype
     shape: tuple[int, int]  # (V, K)
     casts: Casts  # the head's, with its configuration
@@ -241,7 +241,7 @@ class FP8HeadProducts:
         self, hidden: Tensor, gradient: Tensor, amax: Tensor | None, total: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
         """As `HeadProducts.gradients`."""
-        for_hidden, for_weight = self.wanted
+        for_hidden, for_weight, _ = self.wanted
         x, w, options = self._x, self.weight, self.casts.config.product_options
         dy = self.casts.quantize(OUTPUT_GRADIENT, gradient, plain=for_hidden, transposed=for_weight, amax=amax)
         dx = None
@@ -280,7 +280,6 @@ class _Options(NamedTuple):
     mean: bool
     scale: float
     cap: float | None
-    wanted: tuple[bool, bool, bool]  # which of hidden states, weight and bias need gradients
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -295,12 +294,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         targets: Tensor,  # [M]
         how: _Options,
     ) -> Tensor:
-        in_fp16 = how.dtype is torch.float16
+        in_fp16, wanted = how.dtype is torch.float16, how.products.wanted
         one = torch.ones((), dtype=torch.float32, device=hidden.device)
         counted = (targets != how.ignore_index).sum()
         count = counted if how.mean else one
         share = one / count.clamp(min=1)
-        factor = (one if in_fp16 else share) if any(how.wanted) else None
+        factor = (one if in_fp16 else share) if any(wanted) else None
         losses: list[Tensor] = []
         hidden_gradients: list[Tensor] = []
         weight_gradient = bias_gradient = None
@@ -311,10 +310,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 logits, part_targets, ignore_index=how.ignore_index, factor=factor, scale=how.scale, cap=how.cap
             )
             losses.append(loss)
-            if how.wanted[2]:
+            if wanted[2]:
                 part_of_bias = logits.sum(0, dtype=torch.float32)
                 bias_gradient = part_of_bias if bias_gradient is None else bias_gradient.add_(part_of_bias)
-            if how.wanted[0] or how.wanted[1]:
+            if wanted[0] or wanted[1]:
                 part_of_hidden, weight_gradient = how.products.gradients(part, logits, amax, weight_gradient)
                 if part_of_hidden is not None:
                     hidden_gradients.append(part_of_hidden)
@@ -445,7 +444,7 @@ def linear_cross_entropy(
         head_bias = None if bias is None else bias.to(dtype)
         products: HeadProducts | FP8HeadProducts
         if casts is None:
-            products = HeadProducts(weight.to(dtype), head_bias, wanted[:2], sum_dtype)
+            products = HeadProducts(weight.to(dtype), head_bias, wanted, sum_dtype)
         else:
             require_fp8(hidden.device, casts.config.emulate, casts.scaling.granularity)
             if quantized_weight is None:
@@ -453,7 +452,7 @@ def linear_cross_entropy(
             elif wanted[0] and not quantized_weight.transpose.numel():
                 raise ValueError("quantized_weight has no transpose, which the gradient of hidden needs")
             amax, shape = delivered_amax(hidden), (rows, features)
-            products = FP8HeadProducts(quantized_weight, head_bias, wanted[:2], sum_dtype, shape, casts, amax)
-    how = _Options(products, vocabulary, dtype, ignore_index, chunk, reduction == "mean", scale, cap, wanted)
+            products = FP8HeadProducts(quantized_weight, head_bias, wanted, sum_dtype, shape, casts, amax)
+    how = _Options(products, vocabulary, dtype, ignore_index, chunk, reduction == "mean", scale, cap)
     with torch.autocast(device, enabled=False):
         return _LinearCrossEntropy.apply(hidden, weight, bias, targets, how)

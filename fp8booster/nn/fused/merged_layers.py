@@ -177,6 +177,7 @@ class MergedLayers(Merged):
     def _product(self, input: Tensor, weights: Sequence[Tensor]) -> Tensor | None:
         first = self.layers[0]
         config, exchange = first.fp8_config, first.fp8_exchange()
+        # the layers may have been converted anew since, with other options
         casts = self.fp8_casts = self.fp8_casts.under(config)
         rows = input.numel() // input.shape[-1] * (1 if exchange is None else exchange.growth)
         outputs, for_weight = 0, False
@@ -208,6 +209,7 @@ class MergedLayers(Merged):
 
     def _defer(self) -> Defer | None:
         """Return what hands each layer its rows of the one gradient, later."""
+        # all or none: one product gives the gradients of all
         by_layer: list[Defer] = []
         for layer in self.layers:
             if (give := layer.fp8_defer()) is None:
@@ -349,4 +351,5 @@ class _DeferredRows:
         """Return the rows of one weight, once."""
         if self._compute is not None:
             self._parts, self._compute = dict(enumerate(self._compute().split(self._rows))), None
+        # whoever takes the last rows frees the whole
         return self._parts.pop(number)

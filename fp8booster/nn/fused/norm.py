@@ -47,6 +47,7 @@ class FusedNorm(Fused):
         weight: Any = self.weight if weighted else hidden_states.new_ones(hidden_states.shape[-1])
         if weight is None or self.why_replaced is not None:
             h = hidden_states if residual is None else hidden_states + residual
+            # the class's own forward knows no residual
             y = super().forward(h)
             return (y, h) if both else y
         if weight.dim() > 1 and weight.shape != hidden_states.shape[-weight.dim() :]:

@@ -78,6 +78,7 @@ def own_product(layer: nn.Module, input: Tensor) -> Tensor:
     """Return what a linear layer makes of an input, to be written over: a copy where a hook or adapter has it too."""
     product = layer(input)
     is_own = isinstance(layer, (nn.Linear, FP8Layer)) and may_be_bypassed(layer)
+    # who kept the tensor, as a hook may, must not see it rotated
     return product if is_own else product.clone()
 
 

@@ -78,7 +78,7 @@ class _RowNorm(torch.autograd.Function):
         )
         kept = (h,) if codes is None else _saved([h], [codes])
         ctx.save_for_backward(weight, inverse_rms, *kept)
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # a sum that nobody read would get zeros, to be read and added
         ctx.has_residual, ctx.kind = residual is not None, {**kind, "biased": bias is not None}
         y = unsafe_view(y, x.shape)
         if saving.recompute:
@@ -200,6 +200,7 @@ class _SplitAndRotate(torch.autograd.Function):
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple:
         gradients = [gradient if gradient.stride(-1) == 1 else gradient.contiguous() for gradient in (dq, dk, dv)]
         dqkv, amax = rope_kernel.rotate_back(*gradients, *ctx.saved_tensors, **ctx.options)
+        # the kernel that rotates back has seen all that the product's backward casts
         return deliver_amax(dqkv.flatten(2), amax), None, None, None, None, None, None
 
 
@@ -276,6 +277,7 @@ def latent_heads(
     Returns:
         q and k [B, S, heads, D], v [B, S, heads, V].
     """
+    # it is rotated in place, and a slice of the product has gaps between its rows
     shared = k_rotated.clone(memory_format=torch.contiguous_format)
     how = [(heads, {**pairs, "last": True}), (1, pairs)]
     query, shared = _Rotate.apply(cos.contiguous(), sin.contiguous(), how, q, shared)

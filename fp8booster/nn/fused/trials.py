@@ -93,6 +93,7 @@ def _computes(cls: type[nn.Module], forward: Callable, held: dict[str, Any], rig
         args: of the forward.
     """
     read: set[str] = set()
+    # without `__init__`, whose arguments differ from version to version
     probe = object.__new__(cls)
     vars(probe).update(held)
     watch(probe, read)

@@ -228,6 +228,7 @@ class FrozenLayer(FP8Layer):
         self.weight_dtype = fn(torch.empty(0, dtype=self.weight_dtype, device=self.fp8_data.device)).dtype
 
         def keeping_types(tensor: torch.Tensor) -> torch.Tensor:
+            # as integers, which a change of dtype leaves alone and a move to another device does not
             return fn(tensor.view(torch.int32)).view(torch.float32) if id(tensor) in kept else fn(tensor)
 
         super()._apply(keeping_types, recurse)

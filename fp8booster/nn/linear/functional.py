@@ -129,7 +129,7 @@ class _Linear(torch.autograd.Function):
     ) -> torch.Tensor:  # [..., N]
         weights, source = tensors[: how.weights], tensors[how.weights :]
         x, w = how.operands
-        how.operands = ()
+        how.operands = ()  # else `ctx` would keep both layouts of both until backward
         for_input = ctx.needs_input_grad[0]
         save_w = for_input and how.backward_weight is None
         saved_w = _transpose(w) if save_w else (None, None)
@@ -176,6 +176,7 @@ class _Linear(torch.autograd.Function):
                 shape=(prod(ctx.shape[:-1]), ctx.shape[-1]),
             )
             dx = dx.view(ctx.shape)
+            # begun before wgrad, which hides it
             dx_arrives = None if how.exchange is None else how.exchange.input_gradient(dx)
         if for_weight:
             x_transpose, x_scale = source if how.recipe is None else _recomputed(how.recipe, source, how.casts)
@@ -193,11 +194,13 @@ class _Linear(torch.autograd.Function):
                 shape=ctx.weight_shape,
                 out=None if place_of is None else place_of(ctx.weight_shape, ctx.weight_dtype),
             )
+            # a deferred gradient reaches its parameter past autograd, which gets none for it
             if how.defer is not None:
                 how.defer(wgrad)
             else:
                 dws = (wgrad(),) if how.weights == 1 else wgrad().split_with_sizes(ctx.rows)
         if for_bias:
+            # in FP32: a 16-bit sum over thousands of tokens loses what each adds
             db = gradient.reshape(-1, gradient.shape[-1]).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         if for_input and dx_arrives is not None:
             dx = dx_arrives()
@@ -216,6 +219,7 @@ def fprop(
 ) -> torch.Tensor:
     """Return the product x @ w.T + bias, [..., outputs]; `shape` is the input's, [..., K], as the product reads it."""
     if bias is not None:
+        # the product has the columns that fill up to 16 too, and adds a bias to each
         bias = F.pad(bias.detach().to(out_dtype), (0, w.data.shape[0] - outputs))
     y = product(
         x.data,

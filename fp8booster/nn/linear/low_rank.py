@@ -185,8 +185,10 @@ class _LowRankProduct(torch.autograd.Function):
         dx = _base_dgrad(gradient, parts, ctx.weights) if for_input else None
         dy = gradient.reshape(-1, gradient.shape[-1])
         of_dy = _columns(dy, b)
+        # the scaling on the small factor, not on the gradient, which is as large as y
         dlow = torch.cat([of @ (each * part.scaling) for of, each, part in zip(of_dy, b, parts, strict=True)], 1)
         if dx is not None:
+            # added by the product itself: no second tensor of x's size
             dx = dx.addmm_(dlow, _stacked(a)).view(*gradient.shape[:-1], -1)
         das: list[torch.Tensor | None] = [None] * count
         if for_a:

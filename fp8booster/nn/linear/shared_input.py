@@ -66,6 +66,7 @@ def begin_forward(module: nn.Module, *_: Any) -> None:
     """Let the layers of a module share casts from now on; its forward pre-hook."""
     if not torch.compiler.is_compiling():
         caller = sys._getframe(1)  # it calls the forward too
+        # drops what was interrupted before
         _innermost(caller)
         opened.forwards.append(_Newest(module, caller))
 
@@ -128,6 +129,7 @@ def share_input(
         and newest.source() is input
         and newest.made_from == made_from
         and (newest.quantized.transpose.numel() or not transposed)
+        # a layer that reads a tensor again may find values that were written unseen
         and reader not in newest.readers
     ):
         newest.readers.add(reader)

@@ -109,6 +109,7 @@ class _Ring:
 
     def rotate(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield each rank, from this one backwards, and its keys and values [2, B, H, S, D], the next on their way."""
+        # one message for both: half as many to start
         pair = torch.stack((k, v))
         reason = uncompressed_reason(pair, pair.nbytes, self.group, self.options.get("min_bytes"))
         layout = self.encoding.even(pair.numel())
@@ -208,6 +209,7 @@ class _RingAttention(torch.autograd.Function):
         output = output.to(q.dtype)
         ctx.save_for_backward(q, k, v, output, lse)
         ctx.ring, ctx.lengths, ctx.scale = ring, lengths, scale
+        # backward recomputes from it, and has no formula for its own gradient
         ctx.mark_non_differentiable(lse)
         return output, lse
 

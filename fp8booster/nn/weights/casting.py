@@ -101,6 +101,7 @@ class Casts:
         """
         values = tensor.detach() if tensor.requires_grad else tensor
         matrix, config = values.reshape(-1, tensor.shape[-1]), self.config
+        # a look for the attribute is cheaper than the call, and most tensors have none
         if amax is None and hasattr(tensor, AMAX):
             amax = delivered_amax(tensor)
         if self.state is not None and is_in_capture(matrix):

@@ -86,6 +86,7 @@ def _delivered(tensor: torch.Tensor, attribute: str) -> Any:
     if torch.compiler.is_compiling():
         return None
     found = getattr(tensor, attribute, None)
+    # changed in place since, or given other memory
     if found is None or found[0] != tensor._version or found[1] != tensor.data_ptr():
         return None
     return found[2]

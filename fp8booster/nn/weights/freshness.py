@@ -63,6 +63,7 @@ class _Changes:
             cls.count += 1
             stale = list(cls.copies)
             cls.copies.clear()
+        # past the lock: other threads need not wait until memory is freed
         for copy in stale:
             copy.forget()
         cls.watched.clear()
@@ -110,8 +111,9 @@ def _seen(method: Callable[..., Any]) -> Callable[..., Any]:
     def seen(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         try:
             return method(group, *args, **kwargs)
-        finally:
+        finally:  # also a collective that raises may have written a part
             written = _tensors_in(args[0] if args else [kwargs[name] for name in _WRITTEN if name in kwargs])
+            # tensors of inference mode have no version to raise
             torch.autograd.graph.increment_version([each for each in written if not each.is_inference()])
             if _Changes.watched and any(
                 each.layout is torch.strided and each.untyped_storage()._cdata in _Changes.watched for each in written
@@ -234,6 +236,7 @@ class FreshCopy(Generic[Made]):
     def put(self, weights: Sequence[torch.Tensor], key: Hashable, made: Made) -> Made:
         """Hold a copy that was just made; the arguments are those of `get`."""
         for weight in weights:
+            # a storage, not a place: collectives write to the flat buffer that a weight is a view of
             _Changes.watched.add(weight.untyped_storage()._cdata)
         states = [weight_state(weight) for weight in weights]
         self._content = _Content(made, key, [weakref.ref(weight) for weight in weights], states)

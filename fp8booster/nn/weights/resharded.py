@@ -30,6 +30,7 @@ class ReshardedWeight(WeightSource):
     def forward(self, weights: Sequence[torch.Tensor], casts: Casts, *, transpose: bool) -> QuantizedMatrix:
         """Return what was gathered, or a cast made now, without its transpose."""
         if self.held is not None:
+            # of a layer that stores [K, N] the engine gathers the layout that lies so, the transpose here
             if self.held.data.numel():
                 return self.held
             return self.held._replace(data=transposed(self.held.transpose), transpose=self.held.data)

@@ -244,6 +244,7 @@ class PinnedCopy:
         if not self._are_there():
             return False
         if self._source.fresh(self._weights, self._casts) is not self._made:
+            # into the memory that graphs read: they hold addresses, no tensors
             self._cast_again()
             self._source.put(self._weights, self._casts, self._made)
         return True
@@ -309,6 +310,7 @@ def transposed_in_backward(quantized: QuantizedMatrix) -> BackwardWeight:
         if quantized.inverse_scale.dim() == 2:
             return transposed(data), transposed_blocks(quantized.inverse_scale, *data.shape)
         if quantized.has_row_scales:
+            # these lie along the sum of dgrad: who multiplies has them in the output's gradient already
             return transposed(data), quantized.inverse_scale.new_ones(())
         return transposed(data), quantized.scale_of_transpose()
 
