@@ -89,7 +89,7 @@ def test_logits_that_are_scaled_and_capped(scale, cap, config, device) -> None:
 def test_what_lies_between_rows_of_logits_is_not_left_to_chance(monkeypatch) -> None:
     """A product may read it, and multiply it by zero: NaN would stay."""
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, shape: self.new_full(shape, math.nan))
-    products = HeadProducts(torch.randn(VOCABULARY, FEATURES), None, (True, True), torch.float32)
+    products = HeadProducts(torch.randn(VOCABULARY, FEATURES), None, (True, True, False), torch.float32)
     logits = products.logits(torch.randn(TOKENS, FEATURES))
     rows = torch.as_strided(logits, (TOKENS, logits.stride(0)), logits.stride(), 0)
     assert rows.shape[1] == aligned(VOCABULARY) > VOCABULARY
@@ -276,7 +276,7 @@ def test_fp16_sums_over_tokens_do_not_overflow() -> None:
 
 def test_a_chunk_is_added_to_the_gradient_before_that_is_rounded() -> None:
     """256 + (1 + 2^-9) is 258 in BF16; with the chunk's sum rounded first it would be 256."""
-    products = HeadProducts(torch.zeros(1, 1).bfloat16(), None, (False, True), torch.bfloat16)
+    products = HeadProducts(torch.zeros(1, 1).bfloat16(), None, (False, True, False), torch.bfloat16)
     gradient, hidden = torch.tensor([[1.0], [2.0**-9]]).bfloat16(), torch.ones(2, 1).bfloat16()
     total = torch.full((1, 1), 256.0).bfloat16()
     _, found = products.gradients(hidden, gradient, None, total)
