@@ -38,6 +38,7 @@ class BoostedOptimizer:
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Forget the gradients, and where no step has used them, all that the skipped step noted."""
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]
+        # a step in between has used what scaling noted, and `zero_grad` after it is the ordinary one
         if self._unused_backward == optimizer_steps():
             self._unused_backward = None
             self.forget_step()

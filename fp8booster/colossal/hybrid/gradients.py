@@ -38,6 +38,7 @@ def partial_sums(
     """Return the gradients of a `HybridParallelModule` of which each rank has a part under sequence parallelism."""
     config = model.shard_config
     ranks = dist.get_world_size(model.tp_group)
+    # in other modes the ranks of a sequence are among those that data parallelism averages over
     if ranks == 1 or not config.enable_sequence_parallelism or not is_share_sp_tp(config.sequence_parallelism_mode):
         return []
     partial = [parameter for parameter in model.parameters() if SeqParallelUtils.is_sp_partial_derived_param(parameter)]
@@ -86,6 +87,7 @@ class SharedSquares:
             by_holders.setdefault(replicas * self._stages.get(parameter, 1), []).append(norm)
         total = torch.zeros((), dtype=torch.float32, device=get_accelerator().get_current_device())
         for holders, of_these in by_holders.items():
+            # a square counts on each holder, and the sum over ranks makes one of them
             total.add_(torch.stack(of_these).square().sum(), alpha=1 / holders)
         return total
 

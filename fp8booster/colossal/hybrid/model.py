@@ -40,6 +40,7 @@ class FP8HybridParallelModule(SavesMasters, HybridParallelModule):
             optimizer: what trains it; None where nothing does.
             encoding: of gradients.
         """
+        # asked before the class changes
         is_new = not isinstance(model, cls)
         change_class(model, cls)
         ranks = dist.get_world_size(model.dp_group)

@@ -77,6 +77,7 @@ class FP8HybridParallelAMPOptimizer(_SpreadsSums, BoostedOptimizer, HybridParall
             divisor = clipping_divisor(total_norm, divisor, self.max_norm)
         elif divisor == 1:
             return
+        # all at once by one foreach call: Colossal-AI's loop launches a kernel for each
         masters = [master for group in self.param_groups for master in group["params"]]
         gradients = [master.grad for master in masters if master.grad is not None]
         if gradients:
@@ -116,6 +117,7 @@ class FP8HybridParallelZeroOptimizer(_SpreadsSums, FP8ZeroOptimizer, HybridParal
 
     def _sync_sp_grads(self) -> None:
         """Add, over the ranks of sequence parallelism, gradients of which each has a part."""
+        # within `no_sync` parts stay parts, and one sum at the end has all micro-batches
         if self.require_grad_sync:
             self._sum(self.partial_sums)
 
@@ -145,6 +147,7 @@ class FP8HybridParallelZeroOptimizer(_SpreadsSums, FP8ZeroOptimizer, HybridParal
         squares = self.shared_squares.own(zip((parameter for parameter, _ in pairs), norms, strict=True))
         # in the widest group no two ranks hold a part of the same: those of experts lie within it
         ranks = max(self.pg_to_grad_store, key=dist.get_world_size)
+        # over one rank it changes nothing, and costs the host a launch
         if dist.get_world_size(ranks) > 1:
             dist.all_reduce(squares, group=ranks)
         self.shared_squares.add_over_ranks(squares)
@@ -172,6 +175,7 @@ class FP8MoeHybridParallelZeroOptimizer(FP8HybridParallelZeroOptimizer, MoeHybri
                 # Colossal-AI takes an expert whose gradient the hooks have reduced for one without
                 is_reduced = self.pid_to_grad_store[id(parameter)].holds(group_id, id(parameter))
                 if parameter.grad is None and is_moe_tensor(parameter) and not is_reduced:
+                    # ranks with tokens for it wait for this one's part of the message
                     parameter.grad = torch.zeros_like(parameter)
                 if parameter.grad is not None:
                     self._add_to_bucket(parameter, group_id)

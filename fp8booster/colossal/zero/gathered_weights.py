@@ -329,6 +329,7 @@ class GatheredWeights:
         if self._stream is None:
             yield
             return
+        # the optimizer writes the masters on the current stream
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             yield
@@ -336,6 +337,7 @@ class GatheredWeights:
     def wait(self) -> None:
         """Make the current stream wait for the weights of the last step."""
         if self._stream is not None:
+            # for the whole stream: each batch reads masters, which the next update overwrites
             torch.cuda.current_stream().wait_stream(self._stream)
             self._read_beside = None
 
@@ -373,6 +375,7 @@ class GatheredWeights:
     def _release(self, gathered: GatheredWeight) -> None:
         """Give back the memory of a weight in 16 bits; who finds it among the parameters sees NaN."""
         weight = gathered.layer.held_weight
+        # an expanded scalar keeps the shape, which autograd and modules ask for, and takes no memory
         weight.data = weight.new_full((), torch.nan).expand(weight.shape)
         self._optimizer._working_param_to_padded_working_param[weight] = weight.new_empty(0)
         gathered.released = True
@@ -408,6 +411,7 @@ class GatheredWeights:
         weight.data = values
         for holder, source, weights, matrix in right:
             holder.fp8_weight = source
+            # the parameter has other memory now, by which the source tells whether its bytes are still right
             source.fill(weights, matrix)
 
     @contextmanager
@@ -417,6 +421,7 @@ class GatheredWeights:
         It does for layers that multiply by what was gathered. Where other weights were loaded since, also into the
         masters, what was gathered is of neither.
         """
+        # asked before the write, after which no layer's bytes would be known to be those of its weight
         right = [filled.is_right() for filled in self._filled()]
         yield
         for was_right, (_, source, weights, _) in zip(right, self._filled(), strict=True):

@@ -48,11 +48,13 @@ def _sets(model: nn.Module) -> list[_Set]:
     """The trained parameters of layers that may run as one product, and those of each other FP8 layer or experts."""
     by_layer = [merged.layers for merged in merged_layers(model)]
     by_layer += [(module,) for module in model.modules() if isinstance(module, (FP8Layer, FP8Experts))]
+    # merged layers first: their weights are in the set of the product, and a layer's own set has what is left
     sets, taken = [], set()
     for layers in by_layer:
         found = (each for layer in layers for each in layer.parameters(recurse=False))
         members = [each for each in found if each.requires_grad and each not in taken]
         taken.update(members)
+        # a lone parameter has no order to keep, and holding it back would only delay its bucket
         if len(members) > 1:
             sets.append(_Set(members))
     return sets
@@ -88,12 +90,14 @@ class _InOneOrder(LowLevelZeroOptimizer):
         for of_set in self._sets:
             if of_set.arrived:
                 self._release(of_set)
+        # behind them: what is held back must be in a bucket when the last one is sent
         super()._reduce_grad(partition_grad)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As it is; forgets what a backward that broke off held back."""
         super().zero_grad(set_to_none)
         for of_set in self._sets:
+            # a gradient that was noted and is gone would let the next backward complete its set too early
             of_set.arrived.clear()
 
     def _sync_grad(self) -> None:

@@ -45,6 +45,7 @@ class AccumulatedGradients(GradientStore):
         total = self._sum(before, gradient, param_id)
         held.append(total)
         self._dtype = gradient.dtype
+        # Colossal-AI maps gradients by `id`, which a new tensor may get once the old one is freed
         if before is not None:
             self.grad_to_param_mapping.pop(id(before), None)
         self.grad_to_param_mapping[id(total)] = param_id
@@ -54,6 +55,7 @@ class AccumulatedGradients(GradientStore):
         if before is None and self.kind == "32-bit":
             return gradient
         if isinstance(before, torch.Tensor):
+            # without masters the gradient is of the weight's dtype, in which Colossal-AI adds too
             if self.kind == "32-bit" and not self._widens:
                 return before.add_(gradient)
             if before.is_cuda:

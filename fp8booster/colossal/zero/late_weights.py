@@ -34,6 +34,7 @@ def wait_before_forward(model: nn.Module) -> None:
     held = {layer for merged in merged_layers(model) for layer in merged.layers} | {fused_head(model)}
     make_parameters_plain(model)
     for module in model.modules():
+        # a model that is boosted again has the hook already
         if module not in held and _wait_for_parameters not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_wait_for_parameters)
 
@@ -46,4 +47,5 @@ def _wait_for_parameters(module: nn.Module, args: tuple) -> None:
                 wait_all_gather_handle(parameter)
 
 
+# code that reads a layer past its forward refuses layers with hooks, whose work it would skip; this one is known
 setattr(_wait_for_parameters, ONLY_WAITS, True)

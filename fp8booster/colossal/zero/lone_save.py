@@ -18,6 +18,7 @@ from fp8booster.reading import first_of
 PATIENCE = 30.0
 """Seconds that the first rank of a group waits for the others."""
 
+# short beside a save, and long enough that the store is not flooded
 _LOOK = 0.02  # seconds between looks
 
 
@@ -47,6 +48,7 @@ def _together(upstream: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(upstream)
     def save(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         optimizer = getattr(model, "zero_optimizer", None)
+        # without weights in FP8 nothing is gathered here, and rank 0 may save alone as far as ZeRO goes
         for group in () if optimizer is None else optimizer.groups_that_gather():
             require_all_ranks(group)
         return upstream(model, *args, **kwargs)
@@ -70,6 +72,7 @@ def require_all_ranks(group: dist.ProcessGroup) -> None:
         saves = _saves[group] = _Saves(group)
     store = saves.store
     keys = {rank: f"fp8booster/{group.group_name}/{saves.count}/{rank}" for rank in ranks[1:]}
+    # a key in the store and no collective: that would make the others wait until the first rank comes
     if own in keys:
         saves.left.keys.add(keys[own])
         store.set(keys[own], "")
@@ -80,6 +83,7 @@ def require_all_ranks(group: dist.ProcessGroup) -> None:
             "booster.save_model on every rank"
         )
     else:
+        # the store lives as long as the job, and each save would leave keys in it
         for key in keys.values():
             store.delete_key(key)
     saves.count += 1

@@ -31,6 +31,7 @@ def forget_norm(gradient: torch.Tensor) -> None:
 
 def noted_norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the norm of each gradient, float32 [], found now where none is remembered."""
+    # a hook or the user may have changed a gradient between backward and step
     changed = [each for each in gradients if getattr(each, _ATTRIBUTE, (None,))[0] != each._version]
     if changed:
         note_norms(changed)

@@ -103,6 +103,7 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
             model: what it trains, its linear layers converted.
             config: how gradients are scaled, and add up over micro-batches.
         """
+        # the object stays: Colossal-AI's hooks on the parameters refer to it
         change_class(optimizer, cls)
         optimizer.trained = model
         optimizer.gathered_weights = sent = GatheredWeights(model, optimizer)
@@ -149,6 +150,7 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
             if bucket.num_elements_in_bucket() > 0:
                 self._reduce_bucket(bucket)
             self._norms[bucket].waiting.clear()  # the step finds the norms of the last ones
+            # the step reads the sums on the current stream, and the host need not wait for them
             if self.reduces_beside_backward and accelerator.name == "cuda":
                 accelerator.current_stream().wait_stream(bucket.comm_stream)
 
@@ -159,11 +161,14 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
             self.gathered_weights.wait()  # it overwrites what they are cast from
         accelerator = get_accelerator()
         stream = accelerator.current_stream()
+        # a bucket is reduced beside the layers whose gradients come next; the wait below is for backward to have
+        # written these
         if self.reduces_beside_backward and gradients[0].is_cuda:
             stream = bucket.comm_stream
             stream.wait_stream(accelerator.current_stream())
             for gradient in gradients:
                 gradient.record_stream(stream)  # its memory outlives its last use on this stream
+        # norms and sums too: they would hold up backward, and read what this stream writes
         with accelerator.stream(stream):
             own = self._reduced(bucket, gradients)
             parts = own.split([gradient.numel() // bucket.world_size for gradient in gradients])
@@ -183,6 +188,7 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         Sums are FP32 and rounded once, to BF16 where gradients are BF16, as Colossal-AI's sums are: the optimizer reads
         half as much. FP16 is too narrow for a sum that is yet to be divided by the loss scale.
         """
+        # without masters an optimizer steps the working weight itself, with a gradient of its dtype
         rounds = gradients[0].dtype is torch.bfloat16 or not self._master_weights
         kept = gradients[0].dtype if rounds else torch.float32
         if self._communication_dtype is not None:
@@ -191,6 +197,7 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         for group, ranks in zip(groups, bucket.sizes, strict=True):
             sizes = [gradient.numel() // ranks for gradient in gradients]
             if self.automatic_scaling is None:
+                # with two groups the first mean is not the result: rounding it would round twice
                 dtype = kept if group is groups[-1] else torch.float32
                 part = gradients[0].new_empty(sum(sizes), dtype=dtype)
                 comm.reduce_scatter_coalesced(part, gradients, ReduceOp.AVG, group, encoding=self.gradient_encoding)
@@ -208,6 +215,7 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         Raises:
             RuntimeError: one has been updated since the last step.
         """
+        # before a master changes: a second update by part of a gradient could not be taken back
         if not self._updated_amaxes.keys().isdisjoint(gradients):
             raise RuntimeError(
                 "a second backward has come before step(), and the optimizer updates in backward; call step() after "
@@ -237,8 +245,10 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         """
         if closure is not None:
             raise ValueError("ZeRO's step takes no closure: its gradients are reduced before; call step() without one")
+        # within `no_sync` gradients are whole and unreduced, and Colossal-AI's step does nothing there either
         if not self.require_grad_sync:
             return
+        # before anything is written: every rank skips alike, as overflow is agreed on
         if self.mixed_precision_mixin is not None and self.mixed_precision_mixin.should_skip_step():
             if self._verbose:
                 self._logger.info("Found overflow. Skip step")
@@ -248,6 +258,7 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
             self.gathered_weights.wait()  # the optimizer overwrites what they are cast from
             if isinstance(self.optim, DistributedLamb):
                 self.gathered_weights.restore()  # its trust ratios are of the norms of working weights
+            # before any master changes: the norm is of all gradients, and a loss scale must not reach a moment
             divisor = self._divisor()
             if self.before_update is not None:
                 self.before_update()
@@ -399,6 +410,7 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
             if gathered is not None:
                 amax = amaxes.get(working)
                 shards[gathered] = Shard(_on(device, master), None if amax is None else _on(device, amax))
+        # first: where it has a stream of its own, it goes on while the current one waits for the others
         self.gathered_weights.publish(shards)
         for work in works:
             work.wait()
@@ -447,6 +459,7 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         """
         device = get_accelerator().get_current_device()
         messages: dict[dist.ProcessGroup, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        # rounded before they are sent, as Colossal-AI does: half the bytes, and each rank gets the same bits
         shards = [_on(device, update.master.detach()).to(self._dtype) for update in updates]
         self.gathered_weights.count_in_16_bits([update.working for update in updates], shards)
         for update, shard in zip(updates, shards, strict=True):
@@ -492,6 +505,7 @@ def _taken_out(bucket: BucketStore, block_size: int) -> tuple[list[nn.Parameter]
     for parameter, padding in entries:
         gradient = parameter.grad.detach().flatten()
         gradients.append(nn.functional.pad(gradient, [0, padding]) if padding else gradient)
+        # the list holds the memory now; a gradient left here would be added to by the next micro-batch
         parameter.grad = None
     return [parameter for parameter, _ in entries], gradients
 

@@ -63,6 +63,7 @@ def load_master_weights(model: nn.Module, optimizer: OptimizerWrapper, folder: P
         FileNotFoundError: a shard is missing.
         ValueError: the masters were sharded in another way, or a file is another rank's, of another model or damaged.
     """
+    # names, shapes and writers are compared before a master changes: half of a checkpoint is worse than none
     written = _Written.by_all(folder, optimizer, "master weights")
     pairs = list(_pairs(model, optimizer))
     shapes = {name: written.shape(working, master) for name, working, master in pairs}
@@ -70,6 +71,7 @@ def load_master_weights(model: nn.Module, optimizer: OptimizerWrapper, folder: P
         for name, working, master in pairs:
             master.copy_(written.own_part([shards.get_tensor(name) for shards in files], working, master))
     if isinstance(optimizer, FP8ZeroOptimizer):
+        # working weights were loaded from 16 bits, and the layers' FP8 bytes must come from these masters
         optimizer.publish_masters()
 
 
@@ -103,6 +105,7 @@ def load_moments(model: nn.Module, optimizer: OptimizerWrapper, folder: Path) ->
                 found = {entry: shards.get_tensor(f"{name}:{entry}") for entry in codes[name]}
                 parts.append(State({**found, "step": int(found["step"])}))
             state: State | dict[str, torch.Tensor] = parts[0]
+            # codes are groups of values, and another division into shards cuts through groups
             if in_codes and not written.resharded:
                 parts[0].fit(master)
             else:
@@ -120,6 +123,7 @@ def _as_tensor(value: torch.Tensor | int) -> torch.Tensor:
 def _save(optimizer: OptimizerWrapper, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     rank, ranks = _place(optimizer)
     metadata = {_SHARDING: _sharding(optimizer), _WRITER: f"{rank} of {ranks}"}
+    # safetensors refuses views that are not contiguous
     on_host = {name: value.cpu().contiguous() for name, value in tensors.items()}
     save_file(on_host, _file(folder, rank, ranks), metadata=metadata)
 
@@ -162,6 +166,7 @@ class _Written:
         for writer, (file, of_file) in enumerate(zip(files, metadata, strict=True)):
             if (said := of_file.get(_WRITER, f"{writer} of {by}")) != f"{writer} of {by}":  # old files say nothing
                 raise ValueError(f"{file} holds the {what} of rank {said}: files were renamed or mixed; {COPY_AGAIN}.")
+        # on as many ranks each needs its own file alone
         return cls([files[rank]] if by == ranks else files, names, by, rank, ranks)
 
     @property
@@ -197,6 +202,7 @@ class _Written:
         """Return this rank's part of a parameter, of those in the files."""
         if not self.resharded:
             return parts[0]
+        # padding depends on the number of ranks, so the writers' is cut off before ours is added
         whole = torch.cat(parts)[: working.numel()]
         padded = nn.functional.pad(whole, [0, master.numel() * self.ranks - whole.numel()])
         return padded.chunk(self.ranks)[self.rank]
