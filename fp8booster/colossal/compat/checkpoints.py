@@ -32,6 +32,7 @@ class BackgroundFileWriter:
     def __init__(self, path: str, n_entries: int, backend: str, n_tasks: int) -> None:
         self.offset = 0
         self._file = open(path, "wb")  # noqa: SIM115 (closed by synchronize)
+        # one thread, so that bytes reach the file in the order of the calls
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._writes: list[Future[int]] = []
 
@@ -50,6 +51,7 @@ class BackgroundFileWriter:
     def write_tensor(self, tensor: torch.Tensor, pinned: torch.Tensor | None = None) -> None:
         """Append a copy of `tensor`, made at once, in `pinned` where that is given."""
         copy = torch.empty_like(tensor, device="cpu") if pinned is None else pinned
+        # the next step changes the weights while the thread still writes
         copy.copy_(tensor.detach())
         self.write_raw(copy, copy.data_ptr(), copy.nbytes, self.offset)
 
@@ -61,6 +63,7 @@ class BackgroundFileWriter:
         self._thread.shutdown()
         self._file.close()
         for write in self._writes:
+            # an error stays in its future, and a save that failed would pass for a whole one
             write.result()
 
 
@@ -241,6 +244,7 @@ def pipeline_stages_load_a_weight_that_they_share(
             dist.broadcast(value, source, group=group)
             with torch.no_grad():
                 parameter.copy_(value)
+    # masters were made from the value before it was copied, and the next step would bring that back
     model.update_master_params()
 
 
@@ -271,6 +275,7 @@ def _found(wanted: set[nn.Parameter], model: nn.Module) -> Iterator[set[nn.Param
 def _stage_that_loaded(has_loaded: bool, group: dist.ProcessGroup) -> int | None:
     """Return the first rank of a group that has loaded a weight which another has not; None: they are alike."""
     loaded: list[bool] = [False] * dist.get_world_size(group)
+    # each rank must know of the others: a broadcast that one of them leaves out hangs
     dist.all_gather_object(loaded, has_loaded, group=group)
     if any(loaded) and not all(loaded):
         return dist.get_global_rank(group, loaded.index(True))

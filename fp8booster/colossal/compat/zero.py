@@ -113,6 +113,7 @@ def gemini_runs_on_cpu(module: ModuleType, replacements: Replacements) -> None:
             self.cuda_shard, self.cpu_shard = self.cpu_shard, None
 
     def move_shard(upstream: Callable, self: Any, device: torch.device, *args: Any, **kwargs: Any) -> None:
+        # the index tells the "GPU" from the host here: both are the CPU
         if device.index is None:
             upstream(self, device, *args, **kwargs)
         elif not self.optim_sync_flag:

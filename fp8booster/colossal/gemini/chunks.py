@@ -90,6 +90,7 @@ class ReducedChunk(Chunk):
                 self._average(gradients, group)
             own = gradients
         else:
+            # memory of its own, since that of the whole chunk is freed at once, and most of it is other ranks'
             own = torch.empty(self.shard_size, dtype=self.dtype, device=gradients.device)
             if self.pg_size > 1:
                 comm.reduce_scatter_tensor(own, gradients, ReduceOp.AVG, self.torch_pg, encoding=self.encoding)
@@ -120,6 +121,7 @@ class ReducedChunk(Chunk):
 
     def init_grad_chunk(self) -> Chunk:
         """Make the memory for gradients beside the weights, gathered and empty."""
+        # Colossal-AI makes the chunk once and gives it memory again in later steps
         is_first = self.grad_chunk is None
         gradients = super().init_grad_chunk()
         if is_first:
@@ -163,6 +165,7 @@ class FP8Chunk(ReducedChunk):
         change_class(chunk, cls)
         chunk.gradient_dtype, chunk.weight_format, chunk.changes = chunk.dtype, weight_format, 0
         device, dtype = chunk.cuda_global_chunk.device, torch.uint8
+        # Gemini plans by these numbers what it moves to the host: one byte a value
         chunk.dtype, chunk.chunk_mem, chunk.shard_mem = dtype, chunk.chunk_size, chunk.shard_size
         take_memory(chunk.cuda_global_chunk)
         chunk.cuda_global_chunk = torch.zeros(chunk.chunk_size, dtype=dtype, device=device)
@@ -216,6 +219,7 @@ class FP8Chunk(ReducedChunk):
     def publish(self) -> None:
         """Make what `own_values` now holds the weights; every rank calls it."""
         self.changes += 1
+        # Colossal-AI reuses the host's copy of a shard while this is set, which is stale once the GPU's was cast anew
         self.cpu_vis_flag = self.cuda_shard is None
         self.forget_decoded()
         if self.is_gathered and not self.keep_gathered:
@@ -229,11 +233,13 @@ class FP8Chunk(ReducedChunk):
         if gradients.is_gathered:
             take_memory(gradients.cuda_global_chunk)
         gradients.is_gathered, gradients.cuda_shard = False, None
+        # pinning takes long, and the next step needs as much
         if not gradients.pin_memory:
             gradients.cpu_shard = None
 
     def decode(self, parameter: torch.nn.Parameter) -> None:
         """Give a parameter its values in 16 bits until the chunk is released, for what reads it outside its layer."""
+        # decoded already, or given other data by somebody, which must not be overwritten
         if parameter.data.data_ptr() != self._nothing.data_ptr():
             return
         matrix = self.matrices[parameter]
@@ -242,6 +248,7 @@ class FP8Chunk(ReducedChunk):
                 parameter.shape, dtype=self.gradient_dtype, device=matrix.data.device
             )
         else:
+            # into the same storage: what autograd saved of it in forward is read in backward
             give_memory(self._decoded[parameter])
         self._decoded[parameter].copy_(matrix.data.float() * matrix.inverse_scale)
         parameter.data = self._decoded[parameter]
@@ -263,6 +270,7 @@ class FP8Chunk(ReducedChunk):
 
     def init_grad_chunk(self) -> Chunk:
         """Make the 16-bit memory for gradients, gathered and empty."""
+        # Colossal-AI makes the gradient chunk in the dtype of the weights' one, which is of bytes here
         with temporarily(self, dtype=self.gradient_dtype):
             return super().init_grad_chunk()
 
@@ -316,6 +324,7 @@ class ChunkWeight(ReshardedWeight):
         Raises:
             RuntimeError: a weight was given other data, which the chunk would not multiply by.
         """
+        # asked at each forward: averages of weights are written through `.data`, unnoticed by torch
         if not all(map(self._chunk.owns_values_of, self._parameters)):
             raise RuntimeError(
                 "the .data of a weight was replaced, and under Gemini its values lie in a chunk; write them with "
@@ -328,6 +337,7 @@ class ChunkWeight(ReshardedWeight):
         changes, gathered = self._chunk.changes, super().backward(weights, casts)
 
         def backward_weight() -> tuple[torch.Tensor, torch.Tensor]:
+            # torch's own check misses it: autograd saved no tensor of these bytes
             if self._chunk.changes != changes:
                 raise RuntimeError(
                     "a weight needed for gradient computation has been modified by an inplace operation: it was set "

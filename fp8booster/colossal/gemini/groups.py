@@ -112,8 +112,10 @@ class Plan:
             merged = self.together.get(parameter, [parameter])
             if of == group and merged[0] is parameter:
                 parts.append(sum(weight.numel() for weight in merged))
+        # only weights in FP8 that are multiplied as one have to lie in one chunk
         if group.kind != WEIGHTS or not self.together:
             return [math.ceil(min(size, self.sizes[group]) / multiple) * multiple]
+        # those that are multiplied as one are never parted, so the largest of them sets the least size
         size = max(size, *parts)
         sizes = [0]
         for part in parts:
@@ -175,6 +177,7 @@ class GroupedChunkManager(ChunkManager):
                 if group.kind != WEIGHTS:
                     ReducedChunk.convert_in_place(chunk, self._encoding, self._why_in_16_bits(chunk))
                     continue
+                # the manager counted 16 bits a value when the chunk was closed
                 self._ChunkManager__sub_memory_usage(chunk.memory_usage)
                 FP8Chunk.convert_in_place(chunk, self._encoding, self._plan.config.weight_format)
                 self._ChunkManager__add_memory_usage(chunk.memory_usage)

@@ -63,6 +63,7 @@ class Masters:
             known: the largest magnitude of parts of these masters as they are now, float32 [] on the GPU. Others are
                 read for theirs.
         """
+        # no chunk here means none on the other ranks, so nobody waits in the reduction
         if not self._chunks:
             return
         payloads = {chunk: chunk.paired_chunk.payload for chunk in self._chunks}
@@ -71,6 +72,7 @@ class Masters:
         # what begins where another weight's part does, and is empty, has no amax of its own
         told = [(known or {}).get((chunk, begin)) if begin < end else None for chunk, begin, end in self._parts]
         group, ranks = self._chunks[0].torch_pg, self._chunks[0].pg_size
+        # one reduction for all weights: every rank has parts of other weights, and scales must be the same on each
         amaxes = self._sharded.agree(shards, group, told)
         if ranks > 1:
             observer.count_plain(NAME, ranks, amaxes.nbytes, "FP32, one for each weight", "all_reduce")

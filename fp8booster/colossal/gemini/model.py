@@ -113,6 +113,7 @@ class FP8GeminiDDP(GatheringGeminiDDP):
         self.param_op_hook = self.hooks[0] = FP8GeminiHook(self.gemini_manager)
         for parameter in module.parameters():
             if parameter.requires_grad and not is_ddp_ignored(parameter):
+                # Colossal-AI's constructor has registered its own hook, which reduces in 16 bits
                 parameter._grad_handle.remove()
                 parameter._grad_handle = parameter.register_hook(partial(self._keep_gradient, parameter))
 
@@ -120,6 +121,7 @@ class FP8GeminiDDP(GatheringGeminiDDP):
         ranks = dist.get_world_size(self.zero_group)
         gathered = self.chunk_manager.kwargs_config[ranks].get("keep_gathered", False)
         native_saves_masters = gathered and self.chunk_manager.reuse_fp16_chunk
+        # before `_init_chunks` registers parameters, which decides about their chunks
         GroupedChunkManager.convert_in_place(self.chunk_manager, self._plan, self._encoding, ranks)
         super()._init_chunks(*args, **kwargs)
         self.fp8_chunks = [
@@ -179,6 +181,7 @@ class FP8GeminiDDP(GatheringGeminiDDP):
         """
         parameter._gemini_reduced = True
         self.trained_since_step.add(parameter)
+        # autograd checks the shape of what a hook returns, and would keep a real gradient beside the chunk
         placeholder = torch.empty_like(gradient)
         take_memory(placeholder)
         with torch._C.DisableTorchFunction():
@@ -204,6 +207,7 @@ class FP8GeminiDDP(GatheringGeminiDDP):
                     manager.release_chunk(chunk)
             stream = self.async_reduce_stream
             if stream is not None:
+                # backward has written these gradients on the current stream
                 stream.wait_stream(get_accelerator().current_stream())
             with get_accelerator().stream(stream):
                 self._reduce(target, chunk, self.grads_device[parameter])
@@ -294,6 +298,7 @@ def _sum_partial_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
 
     def add(gradient: torch.Tensor) -> torch.Tensor:
         with torch._C.DisableTorchFunction():
+            # autograd may hand the same tensor to other hooks, and the sum is made in place
             whole = gradient.contiguous().clone()
             comm.all_reduce(whole, dist.ReduceOp.SUM, group)
             return whole

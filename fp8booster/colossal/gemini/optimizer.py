@@ -98,7 +98,9 @@ class FP8GeminiOptimizer(BoostedOptimizer, GeminiOptimizer):
             gradients = self.chunk_manager.gradient_chunk(chunk)
             found[not chunk.keep_gathered, chunk.tensor_parallel].append(gradients.l2_norm)
             gradients.l2_norm = None
+        # by kind, since each has to be added over other ranks: two reductions in all, of a few bytes
         squares = torch.stack([torch.stack(found[kind]).sum() for kind in kinds]).view(2, 2)
+        # chunks that stay gathered have whole gradients on every rank, and count once without it
         dist.all_reduce(squares[1], group=self.module.zero_group)
         whole, sharded = squares.sum(0)
         if self.tp_group is not None:
@@ -159,6 +161,7 @@ class FP8GeminiOptimizer(BoostedOptimizer, GeminiOptimizer):
         Raises:
             RuntimeError: a trained parameter has got no gradient since the last step.
         """
+        # before the optimizer touches a master: a step of part of the chunks could not be undone
         self.module.require_gradients()
         result = super().step(*args, **kwargs)
         self.chunk_manager.drop_weight_gradients(self.module.fp8_chunks)

@@ -73,6 +73,7 @@ class ExpertParallel(nn.Module):
         numbers = torch.empty(2, experts, dtype=torch.int64, device=chosen.device)
         counts, arriving = numbers
         count_rows(chosen, experts, out=counts)
+        # counts go ahead of the tokens: a rank must know how many rows it receives before it makes room
         if self.ep_size > 1:
             dist.all_to_all_single(arriving, counts, group=self.ep_group)
         else:
@@ -115,6 +116,7 @@ class ExpertParallel(nn.Module):
         sent, received = ([sum(rank) for rank in ranks] for ranks in (by_receiver, by_sender))
         factors, of_all = loads.factors, sum(received)
         if factors is None:
+            # tokens of `ep_size` ranks add up here, and the gradient is to be a mean over these ranks
             factors = [1 / self.ep_size] * held
         else:
             of_all = numbers[-1]

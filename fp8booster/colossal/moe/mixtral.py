@@ -37,6 +37,7 @@ class MixtralBlockSparseTop2MLP(nn.Module):
 
 def _linear(weight: torch.Tensor, requires_grad: bool) -> nn.Linear:
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    # a view would keep the memory of all experts alive on ranks that hold a few
     layer.weight = nn.Parameter(weight.detach().clone(), requires_grad)
     return layer
 
@@ -64,6 +65,8 @@ class SplitMixtralBlock(nn.Module):
             noise = torch.empty_like(hidden_states).uniform_(1 - self.jitter_noise, 1 + self.jitter_noise)
             hidden_states = hidden_states * noise
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        # in FP32, as in transformers: likelihoods that differ little would be equal in 16 bits, and other experts
+        # chosen
         probabilities = F.softmax(self.gate(tokens), dim=-1, dtype=torch.float)
         weights, chosen = probabilities.topk(self.top_k, dim=-1)
         weights = (weights / weights.sum(-1, keepdim=True)).to(tokens.dtype)
@@ -110,6 +113,7 @@ def split_experts(model: nn.Module, optimizer: Optimizer | None) -> None:
             replaced[block.experts.down_proj] = [each.w2.weight for each in experts]
     if not replaced or optimizer is None:
         return
+    # found before the optimizer's groups change; moments of the stacked parameter fit none of its parts
     if any(parameter in replaced for parameter in optimizer.state):
         raise ValueError(
             "the optimizer holds states of a Mixtral's experts, which are split for sharding; boost a new optimizer, "

@@ -136,6 +136,7 @@ class FP8PipelineCommunication(PipelineP2PCommunication):
         sent_metadata, tensors = None, []
         if sent is not None and to is not None:
             sent_metadata, tensors = create_send_metadata(sent, strict=False, return_tensor=True)
+        # a receiver that kept metadata has the tensors' shapes, and of other objects only former values
         send_metadata = sent_metadata is not None and (send_metadata or bool(sent_metadata.non_tensor_obj_idx))
         receive_metadata = source is not None and metadata is None
         if send_metadata:

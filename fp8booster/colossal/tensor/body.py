@@ -91,6 +91,7 @@ def body_forward(
     hidden_states, position_ids, masks = prepare(
         self, hidden_states, attention_mask, position_ids, past_key_values, shard_config, is_first
     )
+    # once for all layers, as transformers' bodies do: only the places of tokens matter
     angles = self.rotary_emb(hidden_states, position_ids)
     checkpointed = _checkpointed_layers(self, len(layers), shard_config, stage_manager)
     seen: tuple[torch.Tensor, ...] = ()
@@ -259,6 +260,7 @@ def _masks(
         "position_ids": position_ids,
     }
     made = {}
+    # one for each kind and not for each layer: a mask may be [S, S]
     for kind in dict.fromkeys(kinds):
         taken = inspect.signature(makers[kind]).parameters
         made[kind] = makers[kind](**{name: value for name, value in known.items() if name in taken})
@@ -297,6 +299,7 @@ def _run(
     self: Any, layer: nn.Module, hidden_states: torch.Tensor, arguments: dict[str, Any], *, checkpoint: bool
 ) -> torch.Tensor:
     """Return the hidden states that a layer makes, [B, S', H]."""
+    # layers of transformers 5 checkpoint themselves, by an attribute that has to be off for layers that are not to
     if not hasattr(layer, "gradient_checkpointing"):
         call = partial(layer, **arguments)
         made = self._gradient_checkpointing_func(call, hidden_states) if checkpoint else call(hidden_states)

@@ -62,6 +62,7 @@ class _ShardedLayer(FP8Layer):
         if dist.get_world_size(self.process_group) == 1:
             return None
         encoding = (encoding_of(self.process_group) or DEFAULT) if self.fp8_communication else None
+        # in these modes each rank of the group holds a part of the sequence, which the product gathers or scatters
         if is_share_sp_tp(self.seq_parallel_mode):
             dimension = getattr(self, "seq_parallel_dim", 1)
             return self.along_sequence(self.process_group, dimension, encoding=encoding)
@@ -73,6 +74,7 @@ class _ShardedLayer(FP8Layer):
 
     def forward(self, input_: torch.Tensor) -> LayerOutput:
         """[..., input features of this rank, or all] to [..., output features of this rank, or all], by the options."""
+        # a bias within a row parallel product would be added by each rank
         in_product = None if self.skip_bias_add or self.adds_bias_to_sum else self.bias
         output = self.fp8_product(self._own_part(input_), in_product)
         if output is None:
@@ -263,6 +265,7 @@ def convert_sharded_to_fp8(model: nn.Module, config: FP8Config, *, communication
         ValueError: no linear layer is left to compute in FP8.
     """
     for module in model.modules():
+        # not of linear layers alone: embeddings exchange by the same groups
         if hasattr(module, "fp8_communication"):
             module.fp8_communication = communication
     return convert_to_fp8(model, config, kinds=SHARDED_KINDS)

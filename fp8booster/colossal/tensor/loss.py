@@ -118,6 +118,7 @@ def _forward_with(native: Callable, config: ShardConfig) -> Callable:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(self, *args, **kwargs)
         arguments = {**bound.arguments, **bound.kwargs}
+        # asked at each forward: hooks and adapters may have come to the head since
         if not wants_loss(self, arguments) or arguments["labels"].dim() != 2 or _why_not(self, config) is not None:
             return native(self, *args, **kwargs)
         with _lazy_logits(self.lm_head, config):
@@ -162,6 +163,7 @@ class _LazyLogits:
         if mode == "ring_attn" and labels.shape[1] == length:
             targets, spread = labels, True
         else:
+            # shifted while they are whole: the target of a part's last token is in the next rank's part
             targets = F.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
             spread = ranks > 1 and not is_share_sp_tp(mode) and targets.shape[1] // ranks == length
             if spread:

@@ -32,6 +32,7 @@ def all_reduce_fp8(
 ) -> Any:
     if tensor.is_contiguous():
         return comm.all_reduce(tensor, op, group, async_op, encoding=encoding_of(group))
+    # callers read the sum in their own tensor, so what is not contiguous is copied back; nothing to wait for is left
     values = tensor.contiguous()
     comm.all_reduce(values, op, group, encoding=encoding_of(group))
     tensor.copy_(values)

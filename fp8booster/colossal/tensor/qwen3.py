@@ -33,6 +33,7 @@ class _Qwen3Policy:
 
     def module_policy(self) -> dict[str, ModulePolicyDescription]:
         """Return Qwen2's policy by Qwen3's names."""
+        # keys are classes or names of classes, and a class of Qwen2's matches no module of a Qwen3
         named = {getattr(key, "__name__", key): description for key, description in super().module_policy().items()}
         policy = {name.replace("Qwen2", "Qwen3"): description for name, description in named.items()}
         attention = policy.get(_ATTENTION)
@@ -72,6 +73,7 @@ POLICIES = {
 
 def _add_up(group: dist.ProcessGroup, gradient: torch.Tensor) -> torch.Tensor:
     """Return the sum over the ranks, made in FP32."""
+    # a sum in 16 bits would be rounded at each rank
     total = gradient.float()
     if total is gradient:  # others may read it
         total = total.clone()
