@@ -63,6 +63,7 @@ KINDS: Kinds = {nn.Linear: FP8Linear}
 
 def known_kinds(kinds: Kinds = KINDS) -> Kinds:
     """`kinds`, and transformers' Conv1D where a model may hold one: transformers need not be installed."""
+    # no model can hold one before its module is imported, and importing transformers takes seconds
     if "transformers.pytorch_utils" not in sys.modules:
         return kinds
     from fp8booster.nn.linear.conv1d import FP8Conv1D
@@ -115,13 +116,16 @@ def convert_to_fp8(
     if not config.always:
         by_role |= dict.fromkeys(low_rank_adapters(model), WITH_THE_FROZEN)
     at_the_ends = _at_the_ends(model, config.high_precision_ends)
+    # last: ends are asked for by number, whatever role their layers have
     by_role |= at_the_ends
     for name, module in linears:
+        # its weight is in FP8 alone, and another configuration could not be cast from it without a second rounding
         if isinstance(module, FrozenLayer):
             continue
         asked = config.vocabulary_head and id(module) in heads
         reason = by_role.get(id(module)) or kept.get(id(module)) or why_kept(name, module, config, kinds, asked=asked)
         if reason is None:
+            # an earlier call with another configuration may have kept it
             module.__dict__.pop(_KEPT, None)
             kinds[_original(module)].convert_in_place(module, config)
         else:
@@ -344,6 +348,7 @@ def why_kept(
     if inputs * outputs == 0:
         return "it has no weights"
     multiple = multiple_for(config.granularity)
+    # FP8 products take multiples alone, and what is padded is multiplied too
     growth = aligned(inputs, multiple) * aligned(outputs, multiple) / (inputs * outputs)
     if growth > PADDING_LIMIT:
         return (

@@ -96,6 +96,7 @@ def _kinds() -> Kinds:
 
 def _kept(model: nn.Module) -> dict[int, str]:
     """By the identities of modules, why their weights stay in 16 bits."""
+    # a frozen layer gives its parameter up, which another reader would still need in 16 bits
     readers, kept = count_readers(model), {}
     for module in model.modules():
         if (weight := module._parameters.get("weight")) is not None and readers[weight] > 1:
@@ -123,6 +124,7 @@ def _calibrate(model: nn.Module, batches: Iterable[Batch]) -> None:
     hooks = [layer.register_forward_pre_hook(partial(note, layer), with_kwargs=True) for layer in layers]
     if not layers:
         raise ValueError("the inputs of all layers have given scales already; leave out batches")
+    # module by module: some may have been put into evaluation alone, as frozen parts of a model are
     training = [module for module in model.modules() if module.training]
     # dropout would give amaxes that inference never meets
     model.eval()
@@ -134,6 +136,7 @@ def _calibrate(model: nn.Module, batches: Iterable[Batch]) -> None:
             hook.remove()
         for module in training:
             module.training = True
+    # all checks before any layer changes, so that a call that failed can be made again
     if not amaxes:
         raise ValueError("batches reached no layer to calibrate; give at least one batch that the model takes")
     for name, module in model.named_modules():

@@ -240,6 +240,7 @@ def report(model: nn.Module) -> Report:
         "16-bit copies": any(layer.fp8_weight.lacks_values for layer in layers),
         "transposes": any(not layer.fp8_config.keeps_transposes for layer in layers),
     }
+    # found once: each looks at every module, of which large models have many thousands
     groups, linears, experts = merged_layers(model), linear_layers(model), list(grouped_experts(model))
     heads = heads_among(model, linears)
     apart: dict[nn.Module, MergedLayers] = {
@@ -337,6 +338,7 @@ def _bypassed(model: nn.Module) -> dict[nn.Module, str]:
     looked at its weight, or where another layer of the module that holds it has run.
     """
     found: dict[nn.Module, str] = {}
+    # a model that has not run yet has passed over nothing
     has_run = any(layer.has_run for layer in model.modules() if isinstance(layer, FP8Layer))
     for holder in model.modules() if has_run else ():
         layers = [child for child in holder.children() if isinstance(child, FP8Layer)]

@@ -100,6 +100,7 @@ class FP8Plugin(Plugin):
     """Gradients, and what else ranks exchange, are communicated in FP8, by `fp8booster.comm`."""
 
     def __init__(self, *args: Any, fp8_config: FP8Config | None = None, **kwargs: Any) -> None:
+        # before Colossal-AI's constructor makes process groups, which an argument refused later would leave behind
         arguments = _checked_arguments(self.native, args, kwargs)
         self.require_support(arguments)
         use_fp8 = arguments.pop("use_fp8", False)
@@ -115,6 +116,7 @@ class FP8Plugin(Plugin):
             communication = use_fp8 and self.fp8_config.messages is not None
         self.sends_fp8 = bool(use_fp8 and communication)
         if self.sends_fp8:
+            # what the user gave wins, also where it is Colossal-AI's own default
             arguments = {**self.fp8_defaults, **arguments}
         # with use_fp8 off all is Colossal-AI's; with it on, its own FP8 stays off, since ours takes its place
         super().__init__(**arguments, fp8_communication=communication and not use_fp8)
@@ -165,6 +167,7 @@ class FP8Plugin(Plugin):
     def __del__(self) -> None:
         """Destroy the process groups, where Colossal-AI's plugin does; one whose arguments were refused has none."""
         destroy = getattr(super(), "__del__", None)
+        # Python calls this also where the constructor raised
         if destroy is not None and "pg_mesh" in vars(self):
             destroy()
 
@@ -177,6 +180,7 @@ class FP8Plugin(Plugin):
         lr_scheduler: LRScheduler | None = None,
     ) -> tuple[nn.Module, OptimizerWrapper, Callable, DataLoader, LRScheduler]:
         """Wrap model and optimizer as Colossal-AI does, and turn the model's linear layers into FP8 layers in place."""
+        # held on to here, since boosting wraps it
         own = optimizer if isinstance(optimizer, AdamW) else None
         if own is not None and own.updates_in_backward:
             self._require_update_in_backward(own)
@@ -194,6 +198,8 @@ class FP8Plugin(Plugin):
             sent = self.extend(*boosted[:2])
             graphs = self.fp8_config.cuda_graphs
             if graphs is None:
+                # left open, graphs are a matter of speed, and a strategy that cannot be captured is no mistake of the
+                # user's
                 graphs = get_accelerator().get_current_device().type == "cuda" and self.fp8_config.scaling.is_captured
             if graphs and self.engine.cuda_graphs is None:
                 capture_layers(boosted[0], only_where_host_limits=self.fp8_config.cuda_graphs is None)
@@ -215,6 +221,7 @@ class FP8Plugin(Plugin):
 
     def convert(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
         """Return the model, with fused FP8 layers, and the optimizer for Colossal-AI to wrap."""
+        # before Colossal-AI wraps the model: FSDP flattens parameters, whose shapes decide which layers are converted
         convert_to_fp8(model, self.fp8_config)
         if self.fp8_config.fused:
             # without `fuse`'s line: configure logs one of the boosted model, where engines have changed what is merged

@@ -65,6 +65,7 @@ class GeminiPlugin(FP8Plugin, plugin.GeminiPlugin):
         is_own = isinstance(optimizer, OptimizerWrapper) or type(optimizer) in _AVAIL_OPTIM_LIST
         if optimizer is not None and not is_own:
             name = type(optimizer).__name__
+            # in place: a learning rate schedule that was made before boosting goes on with the same object
             HybridAdam.convert_in_place(optimizer)
             self.logger.info(
                 f"{name} steps as fp8booster.optim.HybridAdam, with its hyperparameters: Gemini's shards need "
@@ -78,6 +79,7 @@ class GeminiPlugin(FP8Plugin, plugin.GeminiPlugin):
         parameters = get_param_info(optimizer)  # before their shapes change
         common = {"tp_group": self.tp_group, "verbose": self.verbose}
         if not isinstance(model, ModelWrapper):
+            # shardformer replaces layers, so those of a sharded model are converted behind it
             if self.enable_tensor_parallelism:
                 self._shard(model)
             else:
@@ -88,6 +90,7 @@ class GeminiPlugin(FP8Plugin, plugin.GeminiPlugin):
                 model = FP8GeminiDDP(model, self.fp8_config, **arguments)
             else:
                 model = GatheringGeminiDDP(model, **arguments)
+        # behind the model: the optimizer takes its shards from the chunks of the wrapped one
         if optimizer is not None and not isinstance(optimizer, OptimizerWrapper):
             wrapper = FP8GeminiOptimizer if isinstance(model, FP8GeminiDDP) else GeminiOptimizer
             arguments = {**self.zero_optim_config, **self.optim_kwargs, **common}

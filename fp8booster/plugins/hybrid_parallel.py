@@ -87,6 +87,7 @@ class HybridParallelPlugin(FP8Plugin, plugin.HybridParallelPlugin):
 
     def extend(self, model: HybridParallelModule, optimizer: OptimizerWrapper | None) -> str:
         """Convert and fuse the sharded layers; reduce gradients, and with ZeRO gather weights, in FP8."""
+        # before fusing, which asks each layer whether and how it multiplies in FP8
         self.convert_sharded(model)
         unwrapped, with_zero = model.unwrap(unwrap_peft=False), isinstance(optimizer, LowLevelZeroOptimizer)
         late = self.zero_stage > 0 and self.zero_config["overlap_allgather"]
@@ -99,6 +100,7 @@ class HybridParallelPlugin(FP8Plugin, plugin.HybridParallelPlugin):
         if self.sends_fp8:
             if with_zero:
                 config = self.fp8_config
+                # the plugin has said that the option has no effect, and the optimizer must not act by it
                 if self.engine.gradient_accumulation is not None:
                     config = replace(config, gradient_accumulation="32-bit")
                 self.zero_optimizer.convert_in_place(optimizer, unwrapped, config)
@@ -106,6 +108,7 @@ class HybridParallelPlugin(FP8Plugin, plugin.HybridParallelPlugin):
             if isinstance(optimizer, HybridParallelAMPOptimizer):
                 FP8HybridParallelAMPOptimizer.convert_in_place(optimizer)
         if with_zero:
+            # last: it goes before whatever class the optimizer has by now
             keep_one_order(optimizer, unwrapped)
         if not self.sends_fp8:
             return f"activations, gradients and weights are sent in {self.precision.upper()}"

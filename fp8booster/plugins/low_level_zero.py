@@ -48,12 +48,14 @@ class LowLevelZeroPlugin(FP8Plugin, plugin.LowLevelZeroPlugin):
 
     def extend(self, model: ModelWrapper, optimizer: OptimizerWrapper | None) -> str:
         """Reduce gradients, and gather the weights of FP8 layers, in FP8."""
+        # also without FP8 messages: the weights of FP8 layers are read past Colossal-AI's own hook
         if self.zero_optim_kwargs["overlap_allgather"]:
             wait_before_forward(model.module)
         if self.sends_fp8 and optimizer is not None:
             FP8ZeroOptimizer.convert_in_place(optimizer, model.module, self.fp8_config)
             FP8ZeroModel.convert_in_place(model, optimizer)
         if optimizer is not None:
+            # also with messages in 16 bits: layers choose between FP8 and 16 bits by each rank's own number of tokens
             keep_one_order(optimizer, model.module)
         if not isinstance(optimizer, FP8ZeroOptimizer):
             return f"gradients and weights are sent in {self.precision.upper()}"

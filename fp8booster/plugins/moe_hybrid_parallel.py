@@ -24,5 +24,6 @@ class MoeHybridParallelPlugin(HybridParallelPlugin, plugin.MoeHybridParallelPlug
 
     def convert_sharded(self, model: HybridParallelModule) -> None:
         """Turn the linear layers of a sharded model into FP8 layers, and its blocks into those that send FP8."""
+        # layers first: blocks look for FP8 layers in their experts, to group them
         super().convert_sharded(model)
         convert_blocks(model.unwrap(unwrap_peft=False), encoding=self.encoding if self.sends_fp8 else None)

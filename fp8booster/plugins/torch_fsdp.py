@@ -49,6 +49,7 @@ class TorchFSDPPlugin(FP8Plugin, plugin.TorchFSDPPlugin):
             arguments: dict[str, Any] = vars(self)["fsdp_kwargs"]
             frozen = [module for module in model.modules() if _does_not_train(module)]
             arguments["ignored_modules"] = [*(arguments["ignored_modules"] or ()), *frozen]
+            # FSDP moves only what it shards, and ignored modules would stay on the host
             model.to(get_accelerator().get_current_device())
         return model, optimizer
 

@@ -84,6 +84,7 @@ def cpu_accelerator_is_complete(module: ModuleType, replacements: Replacements) 
     }
     for name, function in methods.items():
         upstream = getattr(accelerator, name, None)
+        # only what refuses to run, so that a later colossalai's own methods are left alone
         if upstream is None or _UNSUPPORTED in upstream.__code__.co_consts:
             replacements.set(accelerator, name, staticmethod(function))
     try:

@@ -91,6 +91,7 @@ def attention_needs_no_mask(module: ModuleType, replacements: Replacements) -> N
         is_causal: bool = False,
         invert: bool = True,
     ) -> dict[str, Any]:
+        # the host waits for the mask here, once a forward and not in each layer
         padded = any(mask is not None and not mask.bool().all() for mask in (q_padding_mask, kv_padding_mask))
         if is_causal and not padded:
             # an empty mask means, as in Colossal-AI for long sequences, that the type is all there is
@@ -217,6 +218,7 @@ def ring_attention_is_refused_where_there_is_none(given: dict[str, Any]) -> str 
 @patch("shardformer.modeling.gpt2", "414-425", "GPT-2 and no labels")
 def gpt2_needs_no_labels(module: ModuleType, replacements: Replacements) -> None:
     """Without it UnboundLocalError: cannot access local variable 'loss', in every mode."""
+    # upstream asks only whether labels are None, and makes no name for the loss then
     none = object()
 
     @by_name

@@ -158,6 +158,7 @@ def fsdp_keeps_parameter_groups(
     with temporarily(self, fsdp_kwargs=options):
         boosted = upstream(self, model, optimizer, *args, **kwargs)
     if keeps_original:
+        # these hold the original parameters, which FSDP keeps with use_orig_params
         optimizer.param_groups = groups
     elif groups:
         boosted[1].param_groups[0].update({name: value for name, value in groups[0].items() if name != "params"})

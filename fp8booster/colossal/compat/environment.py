@@ -90,6 +90,7 @@ def missing_imports_are_late_errors(replacements: Replacements) -> None:
         missing = [each for each in fromlist if not hasattr(found, each)]
         if not missing:
             return found
+        # a module of its own: in the real one other packages would find the stand-ins
         filled = ModuleType(name)
         vars(filled).update((each, getattr(found, each)) for each in fromlist if each not in missing)
         vars(filled).update((each, _stand_in(name, each, importer)) for each in missing)

@@ -122,6 +122,7 @@ def parts_of_gradients_are_added_once(module: ModuleType, replacements: Replacem
 
     def sync_of_zero(upstream: Callable[..., None], self: Any) -> None:
         upstream(self)
+        # within `no_sync` upstream adds nothing over ranks
         for sums in sums_of_zero(self) if self.require_grad_sync else ():
             sums.are_summed = True
 
@@ -146,6 +147,7 @@ def norms_are_added_without_gradients_too(call: Callable[[], float], given: dict
         return call()
     from colossalai.accelerator import get_accelerator
 
+    # 0 changes neither a sum of powers nor the largest of norms
     norm = torch.zeros(1, dtype=torch.float32, device=get_accelerator().get_current_device())
     optimizer, power = given["self"], float(given.get("norm_type", 2))
     largest = power == torch.inf

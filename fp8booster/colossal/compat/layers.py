@@ -95,6 +95,7 @@ def ring_gathers_what_others_hold(
     inputs: list[dict[str, torch.Tensor]] = []
 
     def apply(**tensors: torch.Tensor) -> torch.Tensor:
+        # copies: the ring receives the next part into memory that held an earlier one
         inputs.append({name: tensors[name].clone() for name in input_to_gather})
         return func(**tensors)
 

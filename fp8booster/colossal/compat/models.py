@@ -130,6 +130,7 @@ def mixtral_policies_know_the_block(upstream: Callable, self: Any) -> dict:
     policy = upstream(self)
     for description in policy.values():
         for replacement in description.sub_module_replacement or ():
+            # transformers 5 has given the block another name
             replacement.suffix = replacement.suffix.replace("block_sparse_moe", "mlp")
     if self.pipeline_stage_manager is None:
         self.append_or_create_method_replacement(
@@ -213,6 +214,7 @@ def opt_is_sharded_with_any_attention(upstream: Callable, self: Any) -> dict[Any
     with temporarily(config, _attn_implementation="eager"):
         policy = upstream(self)
     if modeling_opt.OPTAttention in policy:
+        # policies are looked up by class, and the "sdpa" one has the same parts
         policy[attention] = policy.pop(modeling_opt.OPTAttention)
     return policy
 
@@ -252,6 +254,7 @@ def t5_decoders_go_on_in_later_stages(call: Callable[[], Any], given: dict[str, 
 )
 def command_prepares_masks_for_its_attention(upstream: Callable, self: Any) -> nn.Module:
     """Without it: AssertionError: Flash Attention Error: attention_mask should be a dict."""
+    # its attention is ColoAttention in any case, which takes no other masks
     self.shard_config.enable_flash_attention = True
     return upstream(self)
 

@@ -73,6 +73,7 @@ def zero_bubble_finds_the_parameter(module: ModuleType, replacements: Replacemen
         known, parameter = len(store.cache), ctx.parameter
         result = upstream(ctx, *gradients)
         new = store.cache[known:]
+        # upstream has put them in with what autograd saved; they go in again with the parameter that trains
         del store.cache[known:]
         for total_input, grad_output, weight, func in new if parameter.requires_grad else ():
             held = (weight[0], parameter) if isinstance(weight, tuple) else parameter
@@ -274,6 +275,7 @@ def zero_bubble_evaluates(module: ModuleType, replacements: Replacements) -> Non
         loss = torch.zeros((), dtype=torch.float32, device=module.get_accelerator().get_current_device())
         accumulated = loss if return_loss and ends_here else None
         outputs = [] if return_outputs and ends_here else None
+        # handles are kept to the end: with gloo a message may go with its handle
         sent = []
         for node in nodes:
             if node.type == "F":
@@ -322,6 +324,7 @@ def evaluation_leaves_training_as_it_was(upstream: Callable, self: Any, *args: A
     """Without it the next training step ends in an AssertionError, and if the sizes are equal metadata is sent with
     every message for good.
     """
+    # copies, since zero-bubble keeps lists by chunk, which it changes in place
     before = {name: copy(vars(self)[name]) for name in _OF_TRAINING if name in vars(self)}
     try:
         return upstream(self, *args, **kwargs)

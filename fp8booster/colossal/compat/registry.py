@@ -84,6 +84,7 @@ class Replacements:
         if owner is module and upstream.__module__ == module.__name__:
             self.set_function(module, name, call)
         else:
+            # looked up without binding: as a plain function a static method would be given `self`
             is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
             self.set(owner, name, staticmethod(call) if is_static else call)
 
@@ -129,6 +130,7 @@ class _Watcher(MetaPathFinder):
     ) -> ModuleSpec | None:
         if name.partition(".")[0] not in self.around and name not in self.after:
             return None
+        # one by one, and not by importlib, which would ask this finder again
         others = (finder for finder in sys.meta_path if finder is not self)
         specs = (finder.find_spec(name, path, target) for finder in others)
         spec = next((spec for spec in specs if spec is not None), None)
@@ -181,6 +183,7 @@ class Patch:
             self.put_in(sys.modules[self.module])
             return
         if _watcher not in sys.meta_path:
+            # first, since the finder that finds a module is the only one asked
             sys.meta_path.insert(0, _watcher)
         if self.during_import:
             _watcher.around.setdefault(self.module, []).append(self._around)
@@ -361,6 +364,7 @@ def _those_above_lifted(lower: Patch) -> Iterator[None]:
     """Change `lower` beneath those that wrap what it put in: they are undone, and applied again on what is there."""
     later = list(_PATCHES.values())[list(_PATCHES).index(lower.name) + 1 :]
     above = [each for each in later if each._replacements.places & lower._replacements.places]
+    # the last first: each holds what lay there before it
     for each in reversed(above):
         each._replacements.undo()
     try:

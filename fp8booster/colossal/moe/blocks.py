@@ -97,6 +97,7 @@ class ExpertParallel(nn.Module):
         # one message for both: it is latency that counts
         agreed = torch.cat([(tokens > 0).to(tokens.dtype), tokens.sum().view(1)])
         dist.all_reduce(agreed, group=self.moe_dp_group)
+        # an expert without tokens on any rank has a gradient of 0, which an infinite factor would make NaN
         active = agreed[:-1].clamp(min=1).float()
         return self.moe_dp_size / (active * self.ep_size), agreed[-1:]
 

@@ -43,6 +43,7 @@ _FLASH_FORWARDS = tuple(
 )
 """Names of shardformer/modeling/llama.py:489, mistral.py:497 and qwen2.py:489, and of tensor/qwen3.py."""
 
+# `nn` knows no colossalai, so its heads are made known from here
 HEADS.update((PaddingLMHead, FP8PaddingLMHead))
 
 
@@ -279,6 +280,7 @@ def fuse_sharded(model: nn.Module, config: ShardConfig) -> str:
         forward = attention.forward
         if getattr(forward, "__qualname__", None) not in _FLASH_FORWARDS:
             return REPLACED
+        # shardformer put it on the instance, where it would hide the forward of a mixin
         del attention.forward
         attention.fp8_forward_of_engine = forward
         if not config.enable_sequence_parallelism:  # Mistral's policy turns it off, and leaves the mode

@@ -71,6 +71,7 @@ class FlatWeights:
         self.reasons: dict[str, str] = {}
         """The reason why a weight of an FP8 layer is gathered in 16 bits, by its name in the unit."""
 
+        # by place, in which all messages put one after the other are the whole weights
         fp8 = sorted(self._chosen(flat_param), key=lambda place: place.start)
         self._fp8 = fp8
         self._groups = scale_groups([place.layer for place in fp8], merged, self._why_apart)
@@ -198,6 +199,7 @@ class FlatWeights:
         sizes = [sum(places[layer].shape.numel() for layer in group.layers) for group in self._groups]
         for group, values, scale in zip(self._groups, fp8.split(sizes), scales, strict=True):
             data = values.view(-1, places[group.layers[0]].shape[1])
+            # with a transpose: `unpack` writes both layouts and the 16-bit values in one pass over the bytes
             group.lie_in(QuantizedMatrix(data, data.new_empty(data.shape[::-1]), scale, None))
         data, transposes, inverse_scales, _ = zip(
             *(part for group in self._groups for part in group.parts), strict=True

@@ -71,6 +71,7 @@ class FP8FlatParamHandle(FlatParamHandle):
         return padded_unsharded_flat_param
 
     def _free_unsharded_flat_param(self) -> None:
+        # before the memory goes: layers would multiply by bytes of a weight that is gathered no more
         self.fp8_weights.drop()
         self.is_rounded = False
         super()._free_unsharded_flat_param()
@@ -121,6 +122,7 @@ def compress_flat_fsdp(
             *(info.module for info in handle.flat_param._shared_param_infos),
         )
     }
+    # also where nothing is gathered in FP8: layers that keep FP8 copies would hold the whole model on every rank
     _keep_no_weights(unit_of)
     merged_in: dict[nn.Module, list[MergedLayers]] = {}
     for merged in merged_layers(model):
