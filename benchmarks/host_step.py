@@ -55,6 +55,12 @@ class _Replays:
     def outside(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         return None
 
+    def follow_stream(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
     def holders(self, tensor: torch.Tensor) -> int:
         return 1
 

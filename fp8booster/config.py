@@ -158,7 +158,7 @@ class FP8Config:
     and the experts of a rank as grouped products. What has no fused form stays as it is, and the line that a plugin
     logs names it."""
 
-    cuda_graphs: bool | None = None
+    cuda_graphs: bool | None = False
     """Replay decoder layers as CUDA graphs in training, once they ran a few times with the same shapes
     (`nn.graphs.capture_layers`), so that a small model does not wait for Python; values stay the same, bit for bit.
     None does so on a GPU, in the plugins, where the host takes longer for a layer than the GPU. Layers share what

@@ -6,8 +6,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, field
-from operator import is_
+from functools import partial
+from operator import attrgetter, is_
+from threading import Lock, get_ident
 from typing import Any
 
 import torch
@@ -27,6 +30,7 @@ from fp8booster.nn.modules import (
     wait_for_parameters,
 )
 from fp8booster.nn.weights.pinned import Use, collected_uses
+from fp8booster.scaling.steps import optimizer_steps
 
 WARM_UP = 3
 """Calls of a kind before it is captured: kernels are compiled, and engines have filled what they give, by then."""
@@ -36,6 +40,9 @@ MOST_KINDS = 8
 
 MOST_PAIRS = 16
 """Forwards of a kind that may wait for their backward, as in a pipeline."""
+
+STATE_BYTES = 12
+"""Bytes of a parameter that an optimizer may make in its first step: FP32 master weights and two moments."""
 
 MOST_ORDERS = 2
 """Times that a layer is captured anew because layers run in another order than before; then it has its own memory."""
@@ -78,6 +85,9 @@ class _Shared:
     looks_inside: list[Callable[[], bool]] = field(default_factory=list)  # True: layers run eagerly, for who looks
     _records: dict[torch.device, Recorder | None] = field(default_factory=dict)
     _memories: dict[tuple[torch.device, int], Memory] = field(default_factory=dict)
+    threads: dict[str, int] = field(default_factory=dict)  # the first that ran a layer, which alone replays
+    unseen: int = 0  # bytes of optimizer states of the model, until a step has made them
+    steps: int = field(default_factory=optimizer_steps)
 
     def record_on(self, device: torch.device) -> Recorder | None:
         """Return what captures work of a device."""
@@ -113,10 +123,12 @@ class LayerGraphs:
         self._kinds: dict[Hashable, _Kind] = {}
         self._modules: list[nn.Module] = []
         self._attributes: list[tuple[list[Any], Hashable]] = []
+        self._containers: list[tuple[Any, Any]] = []
         self._children: list[list[nn.Module | None]] = []
         self._buffers: list[Tensor | None] = []
         self._parameters: list[tuple[int, type, torch.device, bool]] = []
         self._why_parameters: str | None = None
+        self._trains = False
         self._ran_without_gradients = False
         self.why_not: str | None = TOO_EARLY  # why the last call in training was not replayed; None: it was
 
@@ -173,6 +185,7 @@ class LayerGraphs:
         ]
         if found != self._parameters:
             self._parameters = found
+            self._trains = any(requires_grad for *_, requires_grad in found)
             self._kinds.clear()
             self._why_parameters = self._why_no_graph_reads(layer)
         if _saving() not in (None, _CHECKPOINTING):
@@ -180,6 +193,8 @@ class LayerGraphs:
         for module in self._modules:
             if "experts" in module._modules:
                 return "the host must know how many tokens an expert gets"
+            if vars(module).get("use_zbv"):  # Python takes it from backward, and a replay runs none
+                return "a pipeline without bubbles computes gradients of weights later"
             if isinstance(module, FP8Layer) and not module.fp8_config.scaling.is_captured:
                 return f"{module.fp8_config.scaling.name} scales, of which a graph cannot tell when a step begins"
             if module is not layer and is_looked_at(module):  # the layer's own hooks run around its forward
@@ -188,11 +203,20 @@ class LayerGraphs:
 
     def _note_attributes(self) -> None:
         self._attributes = [(list(held.values()), _settings(held)) for held in map(vars, self._modules)]
+        self._containers = [
+            (value, copy(value))
+            for held in map(vars, self._modules)
+            for name, value in held.items()
+            if name not in _OF_MODULES and _holds_constants(value)
+        ]
 
     def _have_attributes_as_seen(self) -> bool:
         """Tell whether each module holds the very objects that it held."""
         if len(self._attributes) != len(self._modules):
             return False
+        for container, before in self._containers:  # peft changes a dict of scales in place
+            if container != before:
+                return False
         for module, (values, _) in zip(self._modules, self._attributes, strict=True):
             held = vars(module)
             if len(held) != len(values) or not all(map(is_, held.values(), values)):
@@ -228,6 +252,15 @@ class LayerGraphs:
             return None
         if not given:
             self.why_not = "it is given no tensor"
+        elif not self._trains and True not in map(_REQUIRES_GRAD, given):
+            self.why_not = "nothing in it or before it is trained"
+        elif given[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            self.why_not = "it goes into another CUDA graph"
+        elif self._shared.threads.setdefault("first", get_ident()) != get_ident():
+            self.why_not = "another thread runs the model too"
+        elif key[-1] == _CHECKPOINTING and not _is_checkpointed_alone(layer):
+            # its second forward must save as many tensors as the first, and a replay saves none
+            self.why_not = "checkpointing is of more than the layer; checkpoint each layer by itself"
         elif key not in self._kinds and len(self._kinds) == MOST_KINDS:
             self.why_not = f"{MOST_KINDS} calls with other shapes were captured before"
         else:
@@ -277,8 +310,8 @@ class LayerGraphs:
                 kind.why_not = "its FP8 weights have no memory of their own"
             except NoRoom as error:
                 kind.why_not = str(error)
-            except RuntimeError as error:
-                self._shared.failure = kind.why_not = f"it cannot be captured ({str(error).splitlines()[0]})"
+            except Exception as error:  # whatever it is, the layer runs without
+                self._shared.failure = kind.why_not = f"it cannot be captured ({str(error).partition(chr(10))[0]})"
         self.why_not = kind.why_not
         return None
 
@@ -299,14 +332,15 @@ class LayerGraphs:
         for _ in range(2):
             apart = kind.orders >= MOST_ORDERS
             memory = record.new_memory() if apart else self._shared.memory_of(record, device, waiting)
-            kept, passing = kind.kept + sum(each.nbytes for each in given), 3 * kind.passing
+            unseen = self._shared.unseen if self._shared.steps == optimizer_steps() else 0
+            kept, passing = unseen + kind.kept + sum(each.nbytes for each in given), 3 * kind.passing
             gradients = sum(each.nbytes for each in layer.parameters() if each.requires_grad)
             # places for gradients cost memory and save time, so they are the first to go
             copies = copies or record.why_no_room(memory, kept + gradients, passing) is not None
             why_not = record.why_no_room(memory, kept, passing) if copies else None
             if why_not is not None:
                 raise NoRoom(why_not)
-            with suppress(Freed):  # another memory is given then
+            with suppress(Freed), _CAPTURING:  # another memory is given then
                 return GraphPair(
                     record,
                     memory,
@@ -333,11 +367,31 @@ def _settings(held: dict[str, Any]) -> Hashable:
         (name, value)
         for name, value in held.items()
         if name not in _BOOKKEEPING and (isinstance(value, CONSTANTS) or name == "forward")
-    ) + tuple((name, id(value)) for name, value in held.items() if isinstance(value, Tensor))
+    ) + tuple(
+        (name, id(value) if isinstance(value, Tensor) else repr(value))
+        for name, value in held.items()
+        if isinstance(value, Tensor) or (name not in _OF_MODULES and _holds_constants(value))
+    )
+
+
+def _holds_constants(value: Any) -> bool:
+    if type(value) is dict:
+        return bool(value) and all(isinstance(each, CONSTANTS) for pair in value.items() for each in pair)
+    return type(value) in (tuple, list) and bool(value) and all(isinstance(each, CONSTANTS) for each in value)
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+"""Attributes that every module has: what they hold is looked at by itself."""
 
 
 _BOOKKEEPING = frozenset(FP8Layer.__annotations__)
 """Attributes by which FP8 layers note how they are used."""
+
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
+
+_CAPTURING = Lock()
+"""Held while this process captures: flags of a capture are seen by all threads, as backward runs in others."""
 
 
 TOO_EARLY = f"it has not run {WARM_UP + 1} times alike yet"
@@ -389,6 +443,31 @@ def _saving() -> str | None:
     return _CHECKPOINTING if "_checkpoint_hook" in hooks[0].__qualname__ else "another"
 
 
+def _is_checkpointed_alone(layer: nn.Module) -> bool:
+    """Tell whether the checkpointed function around this call is the layer's own call, as far as can be seen.
+
+    torch keeps the function in closures: of the hook that packs, and of what computes it again.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    frame = _in_closure(hooks[0], "frame") if hooks else None
+    called = _in_closure(getattr(frame, "recompute_fn", None), "fn")
+    while isinstance(called, partial):
+        called = called.func
+    return called is layer or getattr(called, "__self__", None) is layer
+
+
+def _in_closure(function: Any, name: str) -> Any:
+    """Return a variable of a function around another; None: there is none."""
+    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
+    if code is None or cells is None or name not in code.co_freevars:
+        return None
+    cell = cells[code.co_freevars.index(name)]
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty yet
+        return None
+
+
 def _autocast(given: list[Tensor]) -> Hashable:
     device = given[0].device.type if given else "cpu"
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -422,7 +501,8 @@ def capture_layers(model: nn.Module, *, only_where_host_limits: bool = False) ->
         The number of layers.
     """
     require_module(model)
-    shared = _Shared(only_where_host_limits)
+    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    shared = _Shared(only_where_host_limits, unseen=STATE_BYTES * trained)
     layers = [each for each in repeated_layers(model) if not isinstance(each, CapturedLayer)]
     for layer in layers:
         layer.__dict__["fp8_graphs"] = LayerGraphs(shared)

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fp8booster.nn.graphs.recorder import Memory, Recorder
 from fp8booster.nn.graphs.static_call import StaticCall, rebuild
+from fp8booster.nn.linear.functional import once_differentiable
 from fp8booster.nn.weights.pinned import Pinned, Use, copies_are_held
 
 
@@ -97,7 +97,10 @@ class GraphPair:
                 raise Moved
             self._pinned.append(pinned)
         self.refresh()
-        self._capture(copies_gradients)
+        try:
+            self._capture(copies_gradients)
+        finally:
+            self._call.end()
         self._ticket: weakref.ref[_Ticket] | None = None
         _LIVE.add(self)
 
@@ -118,6 +121,8 @@ class GraphPair:
             kept = record.in_use(memory)
             self._gradients_in = [record.place_like(each, number) for number, each in enumerate(outputs)]
             self._backward, gradients = record(partial(call.backward, self._gradients_in), memory)
+        # every replay writes them, also where autograd has summed a gradient elsewhere
+        self._written = list(places.values())
         addresses = [None if each is None else _address(each) for each in gradients]
         self._stays = [address in places for address in addresses]
         self._places = [each for address, each in places.items() if address in addresses]
@@ -129,7 +134,6 @@ class GraphPair:
         call.made = rebuild(call.made, iter(self._outputs))
         used_up = set(map(_address, outputs))
         del outputs, gradients
-        places.clear()
         call.end()
         after = record.in_use(memory)
         # what forward kept and backward freed is written by this pair's replays all the same
@@ -175,6 +179,7 @@ class GraphPair:
         return rebuild(self._call.made, iter(outputs))
 
     def _replay_forward(self, given: Sequence[Tensor], ticket: _Ticket) -> tuple[Tensor, ...]:
+        self._record.follow_stream()
         with torch.no_grad():
             torch._foreach_copy_(self._call.inputs, list(given))
         ticket.versions = self._versions()  # a replayed backward reads weights in place, past autograd's check
@@ -202,6 +207,7 @@ class GraphPair:
                 "a weight needed for gradient computation has been modified by an inplace operation: an optimizer "
                 "stepped between this forward and its backward; run backward before the step"
             )
+        self._record.follow_stream()
         # a forward could have run eagerly instead, but backward must be of the graphs that hold its values
         for other in self._memory.later_ones(self):
             other.set_aside()
@@ -235,10 +241,14 @@ class GraphPair:
         The next forward has graphs that give copies.
         """
         self.gradients_were_held = True
+        # once: who holds them may work on them on another stream, as an all-reduce does
+        self._record.synchronize()
         held = [each.clone() for each in self._places]
         self._backward()
         found = _copied(self._gradients)
-        torch._foreach_copy_(self._places, held)
+        with torch.autograd._unsafe_preserve_version_counter(tuple(self._places)):  # the values are what they were
+            torch._foreach_copy_(self._places, held)
+        self._record.synchronize()
         return found
 
     def set_aside(self) -> None:

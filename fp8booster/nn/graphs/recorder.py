@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fp8booster.comm.observer import observer
+from fp8booster.nn.weights.freshness import replay_uncounted
 
 Made = TypeVar("Made")
 
@@ -94,7 +95,7 @@ class Recorder:
         self._replayed_on: int | None = None
         self._stream_of_replays: Any = None
         self._places: dict[Any, Tensor] = {}
-        self._peak = 0
+        self._peak = 0  # bytes of tensors at once, in steps before graphs
         self._eager = 0
 
     def new_memory(self) -> Memory:
@@ -131,13 +132,17 @@ class Recorder:
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
         def replay() -> None:
-            self._follow_stream()
-            graph.replay()
+            self.follow_stream()
+            replay_uncounted(graph)
             note_calls()
 
         return replay, made
 
-    def _follow_stream(self) -> None:
+    def synchronize(self) -> None:
+        """Wait for all work of the device."""
+        torch.cuda.synchronize(self._device)
+
+    def follow_stream(self) -> None:
         """Let the current stream wait for the one of the last replay: both write to the same memory."""
         now = torch._C._cuda_getCurrentRawStream(self._device.index)  # without an object at each replay
         if now != self._replayed_on:
@@ -175,6 +180,7 @@ class Recorder:
             kept: bytes that stay.
             passing: bytes that are free again after a replay; what is free in the memory serves.
         """
+        self.allocated()  # who resets the peak at each step is seen here too
         reserved = torch.cuda.memory_reserved(self._device)
         free, _ = torch.cuda.mem_get_info(self._device)
         of_graphs = sum(each.nbytes for each in self._outside) + sum(

@@ -118,8 +118,9 @@ class StaticCall:
         self.saved.clear()
 
         def hold(saved: Tensor) -> Tensor:
+            # not the tensor itself: an output that its own node saves would hold the node, and with it the layer
             self.saved.append(saved.detach())
-            return saved
+            return self.saved[-1]
 
         with (
             # what autocast keeps until its end would lie in memory of a graph
@@ -133,9 +134,9 @@ class StaticCall:
         self.made = rebuild(made, (each.detach() for each in self._live))
 
 
-def _saving_nowhere_else(note: Callable[[Tensor], Tensor] = lambda saved: saved) -> Any:
+def _saving_nowhere_else(note: Callable[[Tensor], Tensor] = Tensor.detach) -> Any:
     """Keep hooks of whoever calls the layer, as of checkpointing, from what the graphs save."""
-    return torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved)
+    return torch.autograd.graph.saved_tensors_hooks(note, Tensor.detach)
 
 
 def _leaf_over(parameter: torch.nn.Parameter) -> torch.nn.Parameter:

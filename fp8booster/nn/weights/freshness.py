@@ -93,6 +93,12 @@ def _count_replays(graph: type[torch.cuda.CUDAGraph]) -> None:
     graph.replay = counted  # type: ignore[method-assign]
 
 
+def replay_uncounted(graph: torch.cuda.CUDAGraph) -> None:
+    """Replay a graph that holds no step of an optimizer."""
+    replay = type(graph).replay
+    getattr(replay, "__wrapped__", replay)(graph)
+
+
 _COUNTED = "_fp8booster_counted"
 
 setattr(_count_step, COUNTS_STEPS, True)

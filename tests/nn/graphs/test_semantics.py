@@ -1,0 +1,139 @@
+"""Captured layers mean what eager ones do: frozen, checkpointed within more, changed in place, deleted, in threads."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fp8booster import FP8Config, convert_to_fp8
+from fp8booster.nn.graphs import capture_layers, captured_layers
+from fp8booster.nn.graphs.layer import WARM_UP
+from tests.nn.graphs.test_layer import forward, pair_of_models, tokens
+
+pytestmark = pytest.mark.usefixtures("record")
+
+
+class Block(nn.Module):
+    """A layer with settings in containers, as peft has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(32), nn.Linear(32, 32)
+        self.scales, self.window = {"a": 1.0}, (1.0,)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(self.norm(x)).tanh() * self.scales["a"] * self.window[0]
+
+
+def blocks(device: torch.device) -> tuple[nn.ModuleList, nn.ModuleList]:
+    """The same layers twice, of which the second are captured."""
+    torch.manual_seed(0)
+    eager = nn.ModuleList(Block() for _ in range(2)).to(device)
+    convert_to_fp8(eager, FP8Config(always=True))
+    captured = copy.deepcopy(eager)
+    assert capture_layers(nn.ModuleDict({"layers": captured})) == 2
+    return eager, captured
+
+
+def given(step: int, device: torch.device, trained: bool = False) -> torch.Tensor:
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(step)).to(device)
+    return x.requires_grad_(trained)
+
+
+def run(model: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+    for layer in model:
+        x = layer(x)
+    return x
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    return found
+
+
+def test_layers_that_are_frozen_run_eagerly(device: torch.device) -> None:
+    models = blocks(device)
+    for model in models:
+        model[0].requires_grad_(False)
+    for step in range(WARM_UP + 2):
+        right, found = ((run(model, given(step, device)).sum().backward(), gradients(model))[1] for model in models)
+        assert all(map(torch.equal, found, right))
+    assert captured_layers(models[1]) == {"nothing in it or before it is trained": 1, None: 1}
+
+
+def test_settings_that_change_within_containers_are_seen(device: torch.device) -> None:
+    models = blocks(device)
+    changes = {
+        WARM_UP + 2: lambda layer: layer.scales.update(a=2.0),
+        2 * WARM_UP + 4: lambda layer: setattr(layer, "window", (0.5,)),
+        3 * WARM_UP + 6: lambda layer: setattr(layer, "scales", {"a": 3.0}),
+    }
+    for step in range(4 * WARM_UP + 8):
+        for model in models:
+            if step in changes:
+                changes[step](model[0])
+        right, found = (run(model, given(step, device)) for model in models)
+        assert torch.equal(right, found), step
+        found.sum().backward()
+    assert captured_layers(models[1]) == {None: 2}
+
+
+def test_a_checkpoint_of_more_than_a_layer_runs_it_eagerly(device: torch.device) -> None:
+    models = blocks(device)
+    for step in range(WARM_UP + 2):
+        right, found = (
+            (checkpoint(lambda x, model=model: run(model, x).sigmoid(), given(step, device), use_reentrant=False).sum())
+            for model in models
+        )
+        right.backward()
+        found.backward()
+        assert all(map(torch.equal, *map(gradients, models))), step
+    assert list(captured_layers(models[1])) == [
+        "checkpointing is of more than the layer; checkpoint each layer by itself"
+    ]
+
+
+def test_gradients_of_gradients_are_refused_as_by_eager_layers(device: torch.device) -> None:
+    for model in blocks(device):
+        for step in range(WARM_UP + 1):
+            run(model, given(step, device, True)).sum().backward()
+        x = given(0, device, True)
+        y = run(model, x)
+        (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            (gradient.square().sum() + y.square().sum()).backward()
+
+
+def test_a_model_that_is_deleted_is_freed(device: torch.device) -> None:
+    model = pair_of_models(device)[1]
+    for step in range(WARM_UP + 2):
+        forward(model, tokens(step, device)).backward()
+    assert captured_layers(model) == {None: 2}
+    layer = weakref.ref(model.model.layers[0])
+    del model
+    gc.collect()
+    if device.type == "cuda":  # what stands in for a graph keeps its work
+        assert layer() is None
+
+
+def test_another_thread_runs_eagerly(device: torch.device) -> None:
+    models = blocks(device)
+    for step in range(WARM_UP + 1):
+        run(models[1], given(step, device)).sum().backward()
+    models[1].zero_grad()
+    found: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(run(models[1], given(9, device)).detach()))
+    thread.start()
+    thread.join()
+    assert torch.equal(found[0], run(models[0], given(9, device)))
+    assert list(captured_layers(models[1])) == ["another thread runs the model too"]
+    run(models[1], given(9, device))
+    assert captured_layers(models[1]) == {None: 2}
