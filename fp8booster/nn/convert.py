@@ -203,7 +203,7 @@ def _warn_of_nothing(reasons: list[str], chosen: set[str]) -> None:
     nothing = f"no layer of the model would compute in FP8: {'; '.join(reasons) or 'it has no linear layers'}. "
     if set(reasons) <= chosen:
         raise ValueError(f"{nothing}Train it without use_fp8, or choose layers with FP8Config(layers=...)")
-    warnings.warn(f"{nothing}They compute as without use_fp8", stacklevel=3)
+    warnings.warn(f"{nothing}They compute in 16 bits", stacklevel=3)
 
 
 def _routers(model: nn.Module) -> set[int]:

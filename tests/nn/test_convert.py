@@ -208,7 +208,7 @@ def test_options_that_are_no_configuration_are_refused(function) -> None:
 def test_where_no_choice_of_layers_would_help_all_stay_as_they_were_and_a_warning_says_why(layer, reason) -> None:
     model, tokens = (nn.ModuleDict({"layer": layer, "lm_head": nn.Linear(32, 48)}), torch.ones(2, layer.in_features))
     before = layer(tokens)
-    with pytest.warns(UserWarning, match=rf"no layer .* FP8: .*{reason}.* They compute as without use_fp8"):
+    with pytest.warns(UserWarning, match=rf"no layer .* FP8: .*{reason}.* They compute in 16 bits"):
         convert_to_fp8(model, FP8Config(always=True))
     assert torch.equal(layer(tokens), before)
     (row, head) = report(model).rows

@@ -489,8 +489,8 @@ def capture_layers(model: nn.Module, *, only_where_host_limits: bool = False) ->
 
     In training, each layer's forward and backward is one graph then, and Python no longer launches their kernels: a
     small model trains as fast as the GPU computes. Values are the same, bit for bit, without dropout. Needed are calls
-    of the same shapes, of which a layer captures several; the report tells what was not captured and why. Each
-    graph has memory of its own, for what passes in it, what a layer saves for backward, and gradients of its weights.
+    of the same shapes, of which a layer captures several; the report tells what was not captured and why. Graphs
+    share what they need only while a layer runs.
 
     Args:
         model: converted, fused and sharded before.
