@@ -31,6 +31,7 @@ class OneSentenceErrors(TyperGroup):
         except BrokenPipeError:  # who reads the output has left: an OSError, and no error of use
             raise
         except USER_ERRORS as error:
+            # the sentence hides where an error arose
             if ctx.params["debug"]:
                 raise
             sentence = Text.assemble(("error: ", "bold red"), _sentence(error))

@@ -91,6 +91,7 @@ def continuation(
     # transformers 5.24 renamed the argument, and warns about the older name
     cache = "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
     begin = time.perf_counter()
+    # seeded just before, for loading a model may draw random numbers
     done = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),

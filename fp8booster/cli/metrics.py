@@ -44,13 +44,16 @@ class MetricsLog:
 
     def __init__(self, folder: Path, done: int) -> None:
         """Drop the lines of steps after `done`, which a former run may have left."""
+        # here, for commands that only read a run need no tensorboard
         from torch.utils.tensorboard import SummaryWriter
 
         path = folder / "metrics.jsonl"
         if path.exists():
+            # whole: a kill here must not cost the curve of all steps before
             write_whole(path, "".join(_line(each) for each in read_metrics(path) if each.step <= done))
         # line by line, so that a kill loses the step at hand alone
         self._stream = path.open("a", buffering=1)
+        # TensorBoard would show the steps of a branch that was left as well
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1)
 
     def write(self, metrics: StepMetrics) -> None:
@@ -70,6 +73,7 @@ def _line(metrics: StepMetrics) -> str:
 
 def read_metrics(path: Path) -> list[StepMetrics]:
     """Read the lines of a `metrics.jsonl`, but for a last one that a kill cut short."""
+    # a whole line ends with a newline, so the rest was cut short
     lines = read_text(path, _REMEDY).split("\n")[:-1]
     return [parse_line(line, f"Line {number} of {path}", StepMetrics, _REMEDY) for number, line in enumerate(lines, 1)]
 
@@ -107,6 +111,7 @@ def not_in_fp8(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def read_result(path: Path, fields: Mapping[str, Kind]) -> dict[str, Any]:
     """Read a run's `result.json`; errors as `read_record`, for rows of layers that are none too."""
+    # another version may have written the file, or a hand changed it
     result = read_record(path, fields, REMOVE)
     require_rows(result["layers"], f"'layers' in {path}", {"name": str, "precision": str, "notes": str}, REMOVE)
     return result

@@ -107,6 +107,7 @@ class MemoryTracker(TorchDispatchMode):
     ) -> Any:
         result = function(*args, **(kwargs or {}))
         # autograd has a number for the task that it runs, on any thread
+        # so recomputed forwards count as backward too
         phase = BACKWARD if torch._C._current_graph_task_id() >= 0 else self._phase
         # tensors of forward that are there now wait for backward
         if phase == BACKWARD and self._last == FORWARD:
@@ -122,6 +123,7 @@ class MemoryTracker(TorchDispatchMode):
         return result
 
     def _count(self, storage: torch.UntypedStorage) -> None:
+        # the address of torch's own object: views and new Python wrappers of one storage share it
         key = storage._cdata
         if key in self._blocks:
             self.resized(storage)

@@ -100,6 +100,7 @@ class Recorder:
         self._saved: list[tuple[int, torch.Tensor]] = []
         self._copied: _Copied | None = None
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        # keys of the store outlive a recording, so each has a number, alike on all ranks
         self._number = next(_made)
         if self.rank == 0:
             for sink in self._sinks:
@@ -176,6 +177,7 @@ class Recorder:
         dtype: torch.dtype,
     ) -> None:
         """Note a cast for a message; arguments as in `comm.encoding.Observer`."""
+        # a capture's messages have no values yet
         if not self.is_sampling or (message.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
         given = values()
@@ -187,6 +189,7 @@ class Recorder:
             block = layout.block_size or max(1, count)
             # blocks of one size are rows of a matrix; the last may be shorter
             whole = len(part) // block * block
+            # each block of a message has a scale of its own
             for first, last, columns in ((0, whole, block), (whole, len(part), len(part) - whole)):
                 if first < last:
                     rows, cast = part[first:last].view(-1, columns), data[first:last].view(-1, columns)
@@ -195,6 +198,7 @@ class Recorder:
 
     def end_step(self) -> None:
         """End a step: write the sample before, and begin to copy that of this step to the host."""
+        # a step late, when the copy is over: the host waits for nothing
         self._write_copied(PATIENCE)
         if self.is_sampling:
             self._copied = self._copy()
@@ -267,6 +271,7 @@ class Recorder:
                 patience = timedelta(seconds=1)
                 continue
             everyone.append({name: Totals(*values) for name, values in take(store, f"{key}{rank}").items()})
+            # the store lives as long as the run, and would grow with each sample
             store.delete_key(f"{key}{rank}")
         if late:
             self._warn(f"The records of step {step} lack what rank {first_of(late)} sampled, which did not come.")
@@ -313,6 +318,7 @@ def _let_read(device: torch.device, casts: Sequence[_Sampled]) -> None:
         current.wait_stream(stream)
     for each in casts:
         if each.stream != current:
+            # else the allocator may give the memory away while this stream still reads it
             each.parts.record_stream(current)
             each.inverse_scale.record_stream(current)
 
@@ -321,6 +327,7 @@ def _table(casts: Sequence[_Sampled]) -> torch.Tensor:
     """Return a row for each cast: amax, sums, inverse scale."""
     every = [each.parts for each in casts]
     alike = len({len(parts) for parts in every}) == 1
+    # padding with zeros changes neither sums nor amaxes
     parts = torch.stack(every) if alike else pad_sequence(every, batch_first=True)
     scales = [each.inverse_scale for each in casts]
     # one table, one copy to the host

@@ -45,6 +45,7 @@ class Totals(NamedTuple):
         return Totals._make(
             (
                 max(self.amax, other.amax),
+                # `max` of a NaN depends on the order of its arguments
                 math.nan if any(map(math.isnan, inverse_scales)) else max(inverse_scales),
                 *(one + another for one, another in zip(self[2:9], other[2:9], strict=True)),
                 self.ranks + other.ranks if of_other_rank else max(self.ranks, other.ranks),
@@ -85,8 +86,10 @@ class ScaleRow:
 def row_of(step: int, key: Key, totals: Totals) -> ScaleRow:
     """Return the line of a tensor."""
     layer, role, format = key
+    # one NaN would else make every figure of the tensor NaN
     finite = totals.values - totals.non_finite
     measured = totals.signal > 0 and totals.noise > 0
+    # JSON has no NaN and no infinity
     scale = 1 / totals.inverse_scale if totals.inverse_scale > 0 else math.nan
     return ScaleRow(
         step=step,

@@ -60,9 +60,11 @@ class JsonLines:
             else:
                 # a file of another kind must not be replaced
                 _header(read_text(self.path, _REMEDY).split("\n")[:1], self.path)
+        # checked before anything is made, so a wrong path leaves nothing behind
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # a run that resumes from before takes the later steps again
         kept = [_line(dataclasses.asdict(row)) for row in rows if row.step <= done]
+        # whole or not at all: a kill here must not cost the lines of all steps before
         write_whole(self.path, "".join([_line(header), *kept]))
         self._stream = self.path.open("a", encoding="utf-8")
 
@@ -89,8 +91,10 @@ class TensorBoard:
         self.folder = Path(folder)
 
     def begin(self, header: dict[str, Any], done: int) -> None:
+        # here, for tensorboard is a package that only this sink needs
         from torch.utils.tensorboard import SummaryWriter
 
+        # TensorBoard would show the steps of a branch that was left as well
         self._board = SummaryWriter(str(self.folder), purge_step=done + 1)
         self._board.add_text(KIND, json.dumps(header))
 
@@ -132,6 +136,7 @@ def read_scales(path: str | Path) -> tuple[dict[str, Any], list[ScaleRow]]:
         ValueError: a line is none of them; the sentence names it.
         OSError: the file cannot be read.
     """
+    # a whole line ends with a newline, so what follows the last one was cut short
     lines = read_text(Path(path), _REMEDY).split("\n")[:-1]
     header = _header(lines, path)
     rows = enumerate(lines[1:], 2)

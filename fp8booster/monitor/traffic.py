@@ -70,6 +70,7 @@ def count_traffic() -> Iterator[Traffic]:
     functional collectives inside compiled graphs, and replays of CUDA graphs. Contexts may be nested; each counts.
     """
     traffic = Traffic()
+    # by thread: while one is in a collective, others call theirs
     inside = threading.local()
     lock = threading.Lock()
     originals = {name: getattr(distributed_c10d, name) for name in _ARGUMENTS if hasattr(distributed_c10d, name)}

@@ -64,6 +64,7 @@ class Warnings:
         found = []
         for row in rows:
             for kind, sentence in self._of_tensor(row):
+                # a tensor that is bad stays so: one sentence and not one in each sample
                 if (row.layer, row.role, kind) not in self._given:
                     self._given.add((row.layer, row.role, kind))
                     found.append(f"Step {row.step}, {row.role} of {row.layer}: {sentence}.")

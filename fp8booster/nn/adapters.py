@@ -72,6 +72,7 @@ def merged_weight(adapters: nn.Module) -> Tensor:
     Raises:
         ValueError: the value is not finite.
     """
+    # a merge and an unmerge of the layer itself would leave rounding errors in it
     alone: Any = copy.deepcopy(adapters)
     base = alone.get_base_layer()
     alone.float()  # for one rounding, by who casts the value
@@ -111,6 +112,7 @@ def _followed(change: Callable[..., None], adapters: Any, *args: Any, **kwargs: 
         return
     for module in adapters.modules():
         if isinstance(module, FP8Layer):
+            # adapters that are FP8 layers too may have no 16-bit values now
             restore_weight(module)
     try:
         change(adapters, *args, **kwargs)
@@ -142,6 +144,7 @@ def _thawed(base: FrozenLayer, adapters: Any) -> Iterator[None]:
     # of several merges the first alone has the bytes without an adapter
     before = vars(adapters).get(_UNMERGED) or base.quantized
     input_amax = base.input_amax
+    # in FP32 the sum is rounded once, to FP8
     base.weight_dtype = torch.float32
     base.revert()
     try:

@@ -35,6 +35,7 @@ class HeldCasts(NamedTuple):
 
 def held_casts(model: nn.Module) -> Iterator[HeldCasts]:
     """Find all casts that FP8 layers of a model hold."""
+    # found at each call: a conversion or a merge may have replaced the holders
     names = {module: plain_name(name) for name, module in model.named_modules()}
     for module, name in names.items():
         if isinstance(module, FP8Layer):

@@ -107,6 +107,7 @@ def is_looked_at(module: nn.Module) -> bool:
 
 
 def _are_marked(module: nn.Module, *marks: str) -> bool:
+    # torch has no public way to list hooks
     hooks = (hook for of_kind in hooks_of(module) for hook in of_kind.values())
     return all(any(getattr(hook, mark, False) for mark in marks) for hook in hooks)
 

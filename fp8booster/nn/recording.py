@@ -61,6 +61,7 @@ class _Operands:
         """Take an operand and what was made of it, as `Casts.observers` are called."""
         if torch.compiler.is_compiling() or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
+        # recomputation casts again what forward has counted
         if role in (INPUT, WEIGHT) and _is_in_backward():
             return
         if role != WEIGHT:
@@ -147,6 +148,7 @@ class Recording:
         if self._recorder.rank == 0:
             self._warn(f"{sentence} The step is {'skipped' if skips else 'taken all the same'}.")
         if skips:
+            # amaxes of a step that is not finite would spoil delayed scales
             forget_step(self._model)
             self.end_step()
         return not skips
@@ -214,6 +216,7 @@ class Recording:
         device = value.device if isinstance(value, torch.Tensor) else None
         if device is None:
             device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+        # in FP64, where no finite number of the caller's becomes infinite
         finite = torch.as_tensor(value, dtype=torch.float64, device=device).detach().isfinite().all().float()
         dist.all_reduce(finite, dist.ReduceOp.MIN)
         return bool(finite)
@@ -229,6 +232,7 @@ class Recording:
             store.wait([verdict], PATIENCE)
             return take(store, verdict)
         store.wait([f"{key}{other}" for other in range(1, self._recorder.ranks)], PATIENCE)
+        # once all have told: rank 0 must not decide without the rank that broke first
         every = [own, *(take(store, f"{key}{other}") for other in range(1, self._recorder.ranks))]
         # rank 0 decides, so that all ranks name the same tensor
         first = min((each for each in every if each is not None), default=None)
@@ -247,6 +251,7 @@ class Recording:
         broken: dict[int, bool] = {}
         for device in devices:
             places = [place for place, each in enumerate(seen) if each.inverse_scale.device == device]
+            # one copy for a device, for each makes the host wait
             flags = torch.stack([seen[place].inverse_scale.isnan().any() for place in places])
             broken |= dict(zip(places, flags.tolist(), strict=True))
         for phase, sign in ((1, 1), (2, -1)):

@@ -94,6 +94,7 @@ class ScaleGroup:
         if len(self.layers) > 1:
             rows = [layer.product_features[1] for layer in self.layers]
             columns = transpose.split(rows, 1) if transpose.dim() == 2 else [transpose] * len(rows)
+            # views, without a copy: rows of one matrix lie together, and columns of its transpose
             pairs = zip(data.split(rows), columns, strict=True)
             self.parts = [QuantizedMatrix(*pair, inverse_scale, None) for pair in pairs]
         weights = [layer.held_weight for layer in self.layers]
@@ -109,6 +110,7 @@ class ScaleGroup:
         for holder, source, weights, quantized in self.filled:
             if holder.fp8_weight is not source:  # converted again since
                 holder.fp8_weight = source
+            # the layer must not read the bytes before the gather that `ready` marks
             source.fill(weights, quantized, ready)
 
     def forget(self) -> None:
@@ -183,6 +185,7 @@ class ShardedCast:
             ranks: hold the parts.
             known: the amax of each part, float32 [], where an optimizer found it; None: it is found here.
         """
+        # an optimizer that has just written the values need not have them read again
         amaxes = list(known or [None] * len(shards))
         # what is offloaded is read where it lies: only its amax comes here
         away = [place for place, shard in enumerate(shards) if shard.device != self.device and amaxes[place] is None]

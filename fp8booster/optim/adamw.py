@@ -125,6 +125,7 @@ class AdamW(Optimizer):
         self._hooks: list[RemovableHandle] = []
         self._taken: set[torch.nn.Parameter] = set()
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
+        # after torch's constructor, which puts an ordinary dict there
         self.state = States()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -160,8 +161,10 @@ class AdamW(Optimizer):
             parameters: the model's parameter of each tensor that is a part of one, for records of moments.
             integer_steps: show `step` as an int, not as a tensor.
         """
+        # backward would else update by one rank's gradient, and ranks' weights would diverge
         for hook in self._hooks:  # before ranks have reduced a gradient
             hook.remove()
+        # parts of one parameter would else draw the same random bits
         self._numbers = {each: number + _SHARD * part for each, (number, part) in places.items()}
         self._has_engine, self.parameters = True, parameters
         self.state = States(self.state, int if integer_steps else as_tensor)
@@ -178,6 +181,7 @@ class AdamW(Optimizer):
         for name, value in _OPTIONS_OF_TORCH.items():
             group.setdefault(name, value)
         for parameter in group["params"]:
+            # by place and not by id, so that a resumed run seeds its rounding alike
             self._numbers[parameter] = len(self._numbers)
         self._hook(len(self.param_groups) - 1)
 
@@ -226,6 +230,7 @@ class AdamW(Optimizer):
             divisor = div_scale
         elif div_scale != -1:
             divisor = torch.tensor(float(div_scale), dtype=torch.float32)
+        # DDP writes its buckets' mean to `.grad` after hooks took what this rank had
         if any(parameter.grad is not None for parameter in self._taken):
             raise RuntimeError(
                 "a parameter got a gradient after backward had taken that of this rank, as DistributedDataParallel "
@@ -277,6 +282,7 @@ class AdamW(Optimizer):
             self.gradient_sums[parameter] = count + 1, held
             return
         # the group is another object when a state dict was loaded
+        # the last gradient is added in FP32, not rounded to the sum's 16 or 8 bits first
         summed = gradient if total is None else value_of(total, gradient)
         self._update(self.param_groups[group_number], {parameter: summed})
 
@@ -288,6 +294,7 @@ class AdamW(Optimizer):
         divisor: torch.Tensor | None = None,
     ) -> dict[torch.nn.Parameter, torch.Tensor]:
         """Take a step with some parameters of a group, and return their amaxes."""
+        # an empty tensor has no amax, and a rank may hold no part of a parameter
         parameters = [parameter for parameter in gradients if parameter.numel() > 0]
         of_each = [gradients[parameter] for parameter in parameters]
         amaxes = update_by_device(self.update_shards, group, parameters, of_each, divisor)
@@ -337,6 +344,7 @@ class AdamW(Optimizer):
         if device not in self._skipped:
             self._skipped[device] = torch.zeros((), dtype=torch.int32, device=device)
         for parameter, gradient, state, row in zip(parameters, gradients, states, rows, strict=True):
+            # read from the codes: `state["exp_avg"]` would decode the moment to FP32
             what = parameter, state.codes.get(LOW), gradient.contiguous(), state.moments, row, rates
             then = [
                 observe(id(self.parameters.get(parameter, parameter)), partial(MomentSample, *what))
@@ -383,6 +391,7 @@ class AdamW(Optimizer):
         full = super().state_dict()
         parameters = [each for group in self.param_groups for each in group["params"]]
         for number, state in full["state"].items():
+            # BF16 values alone lack the lower half of the master
             value, low = parameters[number].detach(), state.codes.get(LOW)
             full["state"][number] = {
                 "step": as_tensor(state.codes["step"]),
@@ -427,6 +436,7 @@ class AdamW(Optimizer):
             for name, value in given.items()
             if name not in ("master", "step")
         }
+        # `step` may be a tensor on a GPU there, and the host counts steps here
         state = State({"step": int(given.get("step", 0)), **moved})
         state.fit(parameter)
         if "master" in given:

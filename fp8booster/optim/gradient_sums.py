@@ -38,6 +38,7 @@ def added(total: GradientSum | None, gradient: Tensor, kind: str, parameter: int
     """
     if kind == "8-bit":
         codes = total if isinstance(total, GroupCodes) else zero_sums(gradient)
+        # a sum that began in 16 or 32 bits goes on in codes
         if isinstance(total, Tensor):
             add_to_sums(codes, total.contiguous())
         gradient = gradient.contiguous()

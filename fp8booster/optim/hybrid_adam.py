@@ -133,6 +133,7 @@ class HybridAdam(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # those of the last step would pass for amaxes of parameters that get no gradient in this one
         self.amaxes = amaxes = {}
         for group in self.param_groups:
             for parameters in self._batches(group):

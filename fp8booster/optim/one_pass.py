@@ -35,6 +35,7 @@ def why_not(optimizer: Optimizer) -> str | None:
     """
     if type(optimizer) not in (Adam, AdamW, *OURS):
         return f"{type(optimizer).__name__} is not torch's Adam or AdamW, nor fp8booster's HybridAdam or AdamW"
+    # hooks expect the optimizer's own `step` to run, with gradients in `.grad`
     if has_hooks(optimizer):
         return "hooks are called before or after its step"
     for group in optimizer.param_groups:

@@ -53,6 +53,7 @@ class State(MutableMapping[str, Any]):
         count, device = parameter.numel(), parameter.device
         codes = dict(zip(_FIRST + _SECOND, Moments8bit.zeros(count, device), strict=True))
         if parameter.dtype is torch.bfloat16:
+            # zero bits: the master begins as exactly the BF16 weight
             codes[LOW] = torch.zeros(count, dtype=torch.int16, device=device)
         state = cls({"step": 0, **codes})
         state.fit(parameter)

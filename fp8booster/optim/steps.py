@@ -48,5 +48,6 @@ def clipping_divisor(norm: torch.Tensor, loss_scale: float, max_norm: float) -> 
         [] of the norm's dtype and device. A norm that is NaN clips nothing: gradients keep their NaN where it is.
     """
     # on the device: a step need not wait until the host knows the norm
+    # 1e-6 as in Colossal-AI, so that the same norm clips alike
     over = (norm / loss_scale + 1e-6) / max_norm
     return loss_scale * torch.where(over > 1, over, 1.0)

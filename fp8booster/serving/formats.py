@@ -132,6 +132,7 @@ def block_of(settings: Any, file: str) -> tuple[int, int] | None:
     for each in weights:
         if not isinstance(each, dict) or (each.get("num_bits"), each.get("type")) != (8, "float"):
             raise ValueError(f"{file} has weights that are not in FP8 ({each}); {_READ}: give such a model.")
+    # groups may list layers apart and still have blocks of one size
     blocks = {_block(each.get("block_structure"), file) for each in weights}
     if len(blocks) != 1:
         raise ValueError(f"{file} has {len(blocks)} sizes of blocks; give a model with one.")
@@ -170,6 +171,7 @@ def require_stored(data: torch.Tensor, scale: torch.Tensor, name: str) -> None:
     """Raise ValueError unless a weight is in FP8 and finite, and its scales are finite numbers above 0."""
     if data.dtype not in FORMATS or not scale.is_floating_point():
         raise ValueError(f"{name} is {data.dtype} with scales of {scale.dtype}; copy the model again, or give another.")
+    # a NaN or a scale of zero would show as bad text much later
     if fault := stored_fault(data, scale):
         raise ValueError(f"{name} is damaged: {fault}; copy the model again, or give another.")
 
@@ -187,6 +189,7 @@ def decode(data: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | Non
         ValueError: the scale has another shape or type, `data` is not in FP8, or one of both is not finite.
     """
     require_stored(data, scale, name)
+    # torch multiplies no FP8 values, and a product in 16 bits would round once more
     values, scale = data.float(), scale.float()
     *_, rows, columns = data.shape
     if scale.numel() == 1:

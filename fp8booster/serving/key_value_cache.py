@@ -32,6 +32,7 @@ def pack(states: torch.Tensor) -> torch.Tensor:
     rows = states.reshape(-1, states.shape[-1])  # a row is a token in a head, whose amax others do not change
     if not len(rows):
         return states.new_empty((*states.shape[:-1], states.shape[-1] + _SCALE_BYTES), dtype=torch.uint8)
+    # exact scales: nothing but this file reads them, and powers of two would lose range
     quantized = RealTime("rowwise", power_of_two=False).cast(INPUT, rows.detach(), E4M3)
     data = quantized.data[: len(rows), : rows.shape[1]].view(torch.uint8)
     scales = quantized.inverse_scale[: len(rows), None].view(torch.uint8)

@@ -208,6 +208,7 @@ def fill(model: Any, read: Read, device: torch.device | str) -> None:
         own = {**module._parameters, **{name: module._buffers[name] for name in kept}}
         names = [name for name, tensor in own.items() if tensor is not None]
         if isinstance(module, FrozenFP8Linear):
+            # a frozen weight is two tensors in files, whatever the module holds now
             names = ["weight", SCALE, *(name for name in names if name == "bias")]
         prefix = f"{path}." if path else ""
         state = {name: tensor.to(device) for name in names if (tensor := read(prefix + name, module)) is not None}

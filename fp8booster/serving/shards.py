@@ -78,6 +78,7 @@ class Shards:
             if name not in there[file]:
                 raise ValueError(f"{folder / file} lacks {name}, which {place} names; {_COPY_AGAIN}.")
             self._places[name] = file, name
+        # transformers would read what the index names and drop the others silently
         unnamed = sorted(set().union(*there.values()) - files.keys())
         if unnamed:
             raise ValueError(f"{place} lacks {first_of(unnamed, shown=3)}, which its files hold; {_COPY_AGAIN}.")
@@ -108,6 +109,7 @@ class Shards:
     def tensor(self, name: str) -> torch.Tensor:
         """Return one tensor; its values are read from the disk when they are used."""
         file, key = self._places[name]
+        # values are read here for the first time, so damage shows here
         with faults_named(self.folder / file, _COPY_AGAIN):
             return self._opened(file)[1](key)
 
@@ -134,6 +136,7 @@ def _open_safetensors(path: Path) -> _Opened:
 
 def _open_torch(path: Path) -> _Opened:
     mapped = zipfile.is_zipfile(path)  # files of old versions are read at once
+    # without code: a pickle of strangers may run anything
     tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     if not isinstance(tensors, dict) or not all(
         isinstance(name, str) and isinstance(value, torch.Tensor) and value.layout is torch.strided
@@ -175,9 +178,11 @@ class ShardWriter:
         weight_map = {}
         for number, names in enumerate(self._shards):  # names of files have the number of all
             file = _FILE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+            # only now is the number of files known, which their names hold
             self._part(number).rename(self._folder / file)
             weight_map.update(dict.fromkeys(names, file))
         if count > 1:
+            # last, when all that it names is there
             index = {"metadata": {"total_size": self.total}, "weight_map": dict(sorted(weight_map.items()))}
             (self._folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
@@ -205,6 +210,7 @@ class Masters:
 
     def __init__(self, folder: Path | None) -> None:
         files = [] if folder is None else sorted(folder.glob("rank-*-of-*.safetensors"))
+        # a folder copied in part would give weights that are too short
         expected = int(files[0].stem.rpartition("-")[2]) if files else 0
         if len(files) != expected:
             raise ValueError(f"{folder} holds {len(files)} of {expected} files of master weights; copy the checkpoint.")

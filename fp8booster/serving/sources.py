@@ -171,6 +171,7 @@ class Live(Source):
             _require_granularity(name, config.granularity, chosen)
         elif (config.granularity, config.power_of_two) != (chosen.granularity, power_of_two):
             return None
+        # the bytes that training multiplied by, not another cast of the same value
         quantized = layer.fp8_weight.forward([layer.held_weight], layer.fp8_casts, transpose=False)
         rows, columns = layer.held_weight.shape
         return quantized.data[:rows, :columns], stored_scale(quantized.inverse_scale, rows, columns)
@@ -232,6 +233,7 @@ class Folder(Source):
         if place is None:
             return None
         data, scale = self._stored.shards.tensor(name), self._stored.shards.tensor(place)
+        # the bytes go out as they are, so this is the last look at them
         require_stored(data, scale, name)
         scale = scale.float()
         there = granularity_of(data.shape, scale.shape, self._stored.block) if data.dtype is E4M3 else None
@@ -295,8 +297,10 @@ class Merged(Folder):
                 f"{file} is of LN_TUNING, which trains copies of layers and no adapters on weights; put "
                 "them into the model with peft's merge_and_unload, and export that."
             )
+        # what else peft trained is in no matrix that a merge adds to
         if any(map(record.get, _MORE)) or record.get("bias", "none") != "none":
             raise ValueError(f"{file} trains more than adapters; merge it with peft's merge_and_unload.")
+        # the folder of the model has the weights before that change
         if changes_base(begun := record.get("init_lora_weights")):
             raise ValueError(
                 f"{file} has init_lora_weights {begun!r}, by which peft changed the model too; merge it with peft's "
@@ -321,6 +325,7 @@ class Merged(Folder):
             return super().tensor(name)
         # the sum in FP32 is rounded once, to FP8 or to 16 bits
         base = adapters.get_base_layer()  # peft merges into its weight, which has values for this call alone
+        # put back afterwards, or the whole model would be in memory in the end
         without_memory = base.weight
         base.weight = nn.Parameter(super().tensor(name).float(), requires_grad=False)
         try:
@@ -361,6 +366,7 @@ def _adapters_of(folder: Path, model: nn.Module) -> nn.Module:
         saved = {name: value for name, value in load_file(file).items() if not name.endswith(".base_layer.weight")}
         try:
             adapted: Any = get_peft_model(model, PeftConfig.from_pretrained(str(folder)))  # type: ignore[arg-type]
+            # peft ignores names that do not fit, and tells them only in what it returns
             found: Any = set_peft_model_state_dict(adapted, saved)
         except (RuntimeError, ValueError) as error:  # sizes, and names of layers
             raise ValueError(f"{file} is of another model ({first_line(error)}); name that as base.") from None

@@ -88,6 +88,7 @@ class StoredModel:
         self.folder, file = folder, folder / "config.json"
         self.record = read_record(file, {"model_type": str} if config is None else {}, _GIVE_MODEL)
         """Content of config.json, but for its quantization_config."""
+        # transformers would else load layers of its own for FP8
         settings = self.record.pop("quantization_config", None)
         self.in_fp8 = settings is not None
         self.block = block_of(settings, str(file)) if self.in_fp8 else None
@@ -156,6 +157,7 @@ class StoredModel:
 
     def _require_whole(self, model: nn.Module) -> None:
         """Raise ValueError unless transformers finds all tensors of the model in the folder, and no others."""
+        # by names, types and shapes: no value need be in memory for this check
         found = {name: self.shards.dtype(name) for name in self.names}
         own = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
         counts = {name: value.dtype for name, value in own if not value.is_floating_point()}
@@ -234,6 +236,7 @@ def _quiet() -> Iterator[None]:
     from transformers.utils import logging
 
     before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    # transformers would print tables of what this file tells in a sentence
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()
     try:

@@ -75,6 +75,7 @@ def export(
     if format not in FORMAT_NAMES:
         raise ValueError(f"there is no format {format!r}; use one of {', '.join(FORMAT_NAMES)}")
     folder = Path(folder)
+    # before the model is read, which may take minutes
     if folder.exists():
         raise ValueError(f"{folder} is there already; give a folder that is not")
     chosen = CHECKPOINT_FORMATS.get(format)
@@ -82,6 +83,7 @@ def export(
     if chosen is not None and source.fp8_config.weight_format is not E4M3:
         trained = source.fp8_config.weight_format
         raise ValueError(f"the weights train in {trained}, and engines load float8_e4m3fn; use the format bf16")
+    # under another name until whole: an engine that watches the folder must not load half a model
     with new_folder(folder) as part:
         writer = ShardWriter(part, shard_bytes)
         _write_tensors(source, chosen, writer)

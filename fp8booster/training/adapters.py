@@ -54,6 +54,7 @@ def with_adapters(network: nn.Module, rank: int, *, alpha: float, targets: Seque
 
 def adapted(model: nn.Module) -> PeftModel | None:
     """Return the peft model that a model is or wraps; None for a model that trains all its weights."""
+    # not imported: a model can hold peft's classes only where somebody has imported it
     peft = sys.modules.get("peft")
     return None if peft is None else next((each for each in model.modules() if isinstance(each, peft.PeftModel)), None)
 
@@ -64,6 +65,7 @@ def save_adapters(model: nn.Module, folder: Path, *, writes: bool) -> None:
     Args:
         model: the peft model, or FSDP's around it, whose state dict has whole tensors under the same names.
     """
+    # on every rank, for FSDP gathers its state dict from all of them
     peft_model, state = _required(model), _adapters_of(model)
     if writes:
         # told to, peft does not ask the hub whether the vocabulary has grown
@@ -83,6 +85,7 @@ def load_adapters(model: nn.Module, folder: Path) -> None:
         saved = load_file(file)
     state = _adapters_of(model)
     here = get_peft_model_state_dict(_required(model), state_dict=state, save_embedding_layers=False)
+    # peft itself skips names that it does not know, and would train on from random adapters
     for name in sorted({*saved, *here}):
         there, own = (list(each[name].shape) if name in each else "missing" for each in (saved, here))
         if there != own:

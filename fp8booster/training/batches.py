@@ -63,6 +63,7 @@ class Batches:
         self._replica = replica
         self._seed = seed
         self._count = len(tokens) // step.sequence
+        # a view of the mapped file: a step reads its own sequences alone
         self._pieces = tokens[: self._count * step.sequence].reshape(self._count, step.sequence)
         self._epoch = -1
         self._order = np.empty(0, dtype=np.int64)
@@ -71,6 +72,7 @@ class Batches:
         """Yield the `accumulate` micro-batches  [batch, sequence] (int64) of the step that begins at `position`."""
         step = self._step
         for micro in range(step.accumulate):
+            # replicas take turns within a micro-batch, so a position alone tells what all of them have taken
             first = position + (micro * step.replicas + self._replica) * step.batch
             rows = [self._pieces[self._place(first + offset)] for offset in range(step.batch)]
             # ids on disk are unsigned, which torch's embeddings do not take

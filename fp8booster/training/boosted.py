@@ -120,6 +120,7 @@ class BoostedModel:
         if dist.get_rank() == 0:
             for name in ("model", "moments" if codes else "optimizer", "masters"):
                 (folder / name).mkdir()
+        # no rank may write before rank 0 has made the folders
         dist.barrier()
         if (holder := self._adapters) is not None:
             # Colossal-AI copies the whole model to the host for it, finds no adapters in mixed precision under DDP, and
@@ -129,6 +130,7 @@ class BoostedModel:
             save_adapters(holder, folder / "model", writes=dist.get_rank() == 0)
         else:
             self.booster.save_model(self.model, str(folder / "model"), shard=True, use_safetensors=True)
+        # codes are loaded as they are: decoded and gathered states would be four times as large
         if codes:
             save_moments(self.model.unwrap(), self.optimizer, folder / "moments")
         else:
@@ -159,6 +161,7 @@ class BoostedModel:
                 norm = torch.linalg.vector_norm(each.detach(), math.inf, dtype=torch.float32)
                 found.setdefault(each.device, []).append(norm)
         bad = any(not bool(torch.stack(norms).isfinite().all()) for norms in found.values() if norms)
+        # ranks hold different shards, and all must go on or stop alike
         shared = torch.tensor(float(bad), dtype=torch.float32, device=get_accelerator().get_current_device())
         dist.all_reduce(shared)
         return not bool(shared)
@@ -169,6 +172,7 @@ class BoostedModel:
         chunks = getattr(self.optimizer, "param_to_chunk16", {})  # Gemini's, whose parameters are empty between steps
         for group in inside.param_groups:
             for parameter in group["params"]:
+                # a chunk holds many parameters, and its payload has the values of all
                 if (chunk := chunks.get(parameter)) is None:
                     yield parameter
                 else:
@@ -185,6 +189,7 @@ class BoostedModel:
             load_adapters(holder, folder / "model")
         else:
             self.booster.load_model(self.model, str(folder / "model"))
+        # the folder tells, not the options: a resumed run may change how it saves
         if (folder / "moments").is_dir():
             load_moments(self.model.unwrap(), self.optimizer, folder / "moments")
         else:
@@ -195,6 +200,7 @@ class BoostedModel:
             if isinstance(values.get("step"), torch.Tensor):
                 values["step"] = values["step"].to(parameter.device)
         if self.name in WITH_MASTERS:
+            # after the model, whose load sets masters to 16-bit values
             load_master_weights(self.model.unwrap(), self.optimizer, folder / "masters")
 
 
@@ -208,6 +214,7 @@ def causal(tokens: torch.Tensor, separator: int | None = None) -> dict[str, torc
     if separator is None:
         return {"input_ids": tokens, "labels": tokens}
     begins = torch.zeros_like(tokens, dtype=torch.bool)
+    # the separator itself still belongs to the document that it ends
     begins[:, 1:] = tokens[:, :-1] == separator
     place = torch.arange(tokens.shape[1], dtype=torch.int64, device=tokens.device).expand_as(tokens)
     positions = place - torch.where(begins, place, 0).cummax(1).values

@@ -62,6 +62,7 @@ def _arguments(parallel: Parallel, network: nn.Module, max_norm: float) -> dict[
             return {**clipped, **sizes, **_vocabulary(parallel.tp, network), **_sequence_parallelism(parallel)}
         case "fsdp":
             return {
+                # FSDP knows no `precision`, and keeps FP32 weights to gather in BF16
                 "mixed_precision": MixedPrecision(torch.bfloat16, reduce_dtype=torch.bfloat16),
                 "auto_wrap_policy": ModuleWrapPolicy(_blocks(network)),
             }

@@ -22,6 +22,7 @@ def join_ranks(run: str, seed: int) -> None:
     store, rank, world_size = next(dist.rendezvous("env://"))
     accelerator = get_accelerator()
     if accelerator.support_set_device:
+        # before the group: NCCL takes the device that is current
         accelerator.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(
         accelerator.communication_backend, store=dist.PrefixStore(run, store), rank=rank, world_size=world_size
@@ -36,6 +37,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.wanted = False
         for number in (signal.SIGTERM, signal.SIGINT):
+            # a handler must not save by itself: ranks would be in the midst of a collective
             signal.signal(number, self._note)
 
     def _note(self, number: int, frame: object) -> None:

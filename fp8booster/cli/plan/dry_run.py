@@ -53,6 +53,7 @@ def footprint(options: TrainOptions, precision: str, gpu_memory: int) -> Footpri
     given = parse_pairs(options.plugin_options, "--plugin-option")
     # each piece that a pipeline's stages hold has a layer
     least = options.pp * given.get("num_model_chunks", 1 if given.get("pp_style", "1f1b") == "1f1b" else 2)
+    # two models, so that what is there once is told from what each layer adds
     few, more = min(least, layers), min(2 * least, layers)
     times = (layers - few) / max(more - few, 1)
     values, of_few, of_more = (_values(shortened(config, each)) for each in (layers, few, more))
@@ -91,6 +92,7 @@ def dry_steps(options: TrainOptions, precision: str, config: PretrainedConfig, m
 
 def take_steps(tracker: MemoryTracker, options: TrainOptions, precision: str, config: PretrainedConfig) -> Footprint:
     """Take two steps on this rank; return the memory of the second, in which all states are there."""
+    # as the training loop builds it, or the memory of weights would be another
     dtype = torch.float32 if options.plugin in FP32_WEIGHTS else torch.bfloat16
     network = build(config, device=torch.device("cpu"), dtype=dtype, checkpointing=options.recomputed)
     network.to = lambda *_, **__: network  # torch cannot exchange the values of tensors without any
@@ -107,6 +109,7 @@ def take_steps(tracker: MemoryTracker, options: TrainOptions, precision: str, co
         boosted.update(options.max_norm)
         tracker.name(WEIGHTS, boosted.model.parameters())
         inside = boosted.optimizer.unwrap()
+        # after the weights: where these are their own masters, the first name stays
         tracker.name(MASTERS, (each for group in inside.param_groups for each in group["params"]))
         kept = (each.codes if isinstance(each, State) else each for each in inside.state.values())
         tracker.name(MOMENTS, (value for each in kept for value in each.values() if isinstance(value, torch.Tensor)))

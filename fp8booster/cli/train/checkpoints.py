@@ -200,6 +200,7 @@ def _last_sound_before(checkpoint: Path) -> Path | None:
 
 def origins(checkpoints: dict[str, str]) -> dict[str, Any]:
     """Return what a run's file says of the checkpoints that its precisions resume from."""
+    # absolute, for --resume may be called from another folder
     paths = {precision: str(Path(checkpoint).absolute()) for precision, checkpoint in checkpoints.items()}
     return {_ORIGINS: paths} if paths else {}
 
@@ -207,6 +208,7 @@ def origins(checkpoints: dict[str, str]) -> dict[str, Any]:
 def write_run_file(options: TrainOptions, about: dict[str, Any]) -> None:
     """Keep a run's options, and what else is to be known of it, in its folder."""
     document = {**about, "options": dataclasses.asdict(options)}
+    # whole: --resume reads it, also after a kill in the midst of this write
     write_whole(Path(options.out) / RUN_FILE, json.dumps(document, indent=1) + "\n")
 
 
@@ -224,6 +226,7 @@ def save_checkpoint(
         # before `boosted.save`, in which ranks wait for each other: then it is there for all
         if rank == 0:
             (folder / "random").mkdir()
+        # options decide on all ranks alike, for a save gathers from each of them
         boosted.save(folder, codes=state.options.saves_codes(state.precision))
         # dropout draws on each rank by itself
         torch.save(_random_state(boosted.model), folder / "random" / f"rank-{rank:05d}.pt")

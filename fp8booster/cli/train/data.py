@@ -96,10 +96,12 @@ def prepare_tokens(options: TrainOptions, tell: Callable[[str], None], tokenizer
     identity = hashlib.sha256(f"{_FORMAT} {corpus.identity} {origin}".encode()).hexdigest()[:24]
     folder = cache / identity
     cache.mkdir(parents=True, exist_ok=True)
+    # ranks of a launcher, and other runs, may want the same file now
     with FileLock(cache / f"{identity}.lock"):
         if not folder.exists():
             for left in cache.glob(f".{identity}.*.partial"):  # after a kill: while the lock is held, nobody writes it
                 shutil.rmtree(left)
+            # a kill must not leave a short file that the next run trusts
             with new_folder(folder) as partial:
                 _write_tokens(partial, corpus, options, tokenizer, tell)
     made = open_tokens(folder, f"remove the folder {folder}, which is made anew then")
@@ -125,6 +127,7 @@ def _write_tokens(
 ) -> None:
     if given is not None:
         tokenizer = load_tokenizer(given)
+        # a copy, so that the file and its tokenizer stay together when the model moves
         tokenizer.save_pretrained(folder / "tokenizer")
     else:
         tell(f"training a tokenizer of {options.vocabulary} tokens on {corpus.name}")
@@ -236,6 +239,7 @@ def _files_corpus(name: str, files: list[Path], text_column: str, cache: Path) -
 
 
 def _file_digest(file: Path) -> bytes:
+    # the suffix decides how the bytes are read
     digest = hashlib.sha256(file.suffix.encode())
     try:
         with file.open("rb") as stream:

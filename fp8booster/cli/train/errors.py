@@ -67,6 +67,7 @@ def refused_write(error: BaseException | None) -> BaseException | None:
         if isinstance(error, OSError):
             full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         else:
+            # torch and safetensors raise errors without errno
             full = any(words in str(error) for words in _FULL_DISK)
         if full:
             return error

@@ -96,6 +96,7 @@ def run_ranks(task: Task, store: dist.TCPStore | None) -> bool:
     """
     task.log(0).parent.mkdir(parents=True, exist_ok=True)
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    # torch's launcher counts processes of this machine, not ranks of the run
     environments = dict(enumerate(_environments(task.options.nproc, store)))
     program = ("-m", "fp8booster.cli.train.rank", pickle.dumps(task).hex())
     # not `elastic_launch`, whose agent gives ranks 30 s to save after a signal, and logs what it does to the console
@@ -164,6 +165,7 @@ def _wait(context: PContext) -> tuple[bool, dict[int, ProcessFailure]]:
     try:
         return False, context.wait(period=_POLL).failures
     except SignalException:
+        # ranks save after the step at hand, and end by themselves
         for pid in context.pids().values():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
@@ -177,6 +179,7 @@ def _wait(context: PContext) -> tuple[bool, dict[int, ProcessFailure]]:
 
 def _cause(failures: Mapping[int, ProcessFailure], task: Task) -> Exception:
     """Return what went wrong first: a user's mistake, a killed rank, another error, a rank that said nothing."""
+    # ranks that lost their peer say so too; the earliest has the cause
     told = [failure.error_file_data for failure in failures.values() if "expected" in failure.error_file_data]
     told.sort(key=lambda error: error["time"])  # the launcher's own stamp is of whole seconds
     for error in told:

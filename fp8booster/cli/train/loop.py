@@ -161,6 +161,7 @@ class Trainer:
         names = {name for name, _ in network.named_parameters()}
         self._tied = {name for name, _ in network.named_parameters(remove_duplicate=False)} - names
         if options.packing and self._task.precision == "bf16":
+            # BF16 runs packed rows too, which unfused attention would not keep apart
             fuse(network)
         plugin = build_plugin(options, self._task.precision == "fp8", network)
         for sentence in getattr(plugin, "no_effect", ()):
@@ -196,6 +197,7 @@ class Trainer:
         sent = self._traffic.sent
         step = self._step + 1
         rate = self._schedule.rate(step)
+        # set from the step number, so that a resumed run needs no state of a schedule
         for group in self._boosted.optimizer.param_groups:
             group["lr"] = rate
         tokens = self._batches.micro_batches(self._position)
@@ -205,6 +207,7 @@ class Trainer:
         skipped = False
         try:
             self._require_finite("loss", loss)
+            # checks the norm before any weight changes, and may raise _Skip
             self._boosted.update(self._options.max_norm)
         except _Skip:
             skipped = True
@@ -244,6 +247,7 @@ class Trainer:
             NotFinite: the run is to end.
             _Skip: the step is not to be taken.
         """
+        # all ranks have the same number, so all raise or none does
         if math.isfinite(value):
             return
         sentence = f"The {what} became {value} at step {self._step + 1}."
@@ -284,6 +288,7 @@ class Trainer:
         Raises:
             NotFinite: it is not, where the run was not to end anyhow.
         """
+        # every rank asks, for it is a reduction
         finite = self._boosted.is_finite()
         if finite:
             self._write_checkpoint(finite)
@@ -346,5 +351,6 @@ class Trainer:
         if not self._boosted.pipelined:
             return rows
         stages: list[list[dict[str, Any]]] = [[] for _ in range(dist.get_world_size())]
+        # each stage sees its own layers alone
         dist.all_gather_object(stages, rows)
         return list({row["name"]: row for stage in stages for row in stage}.values())

@@ -29,6 +29,7 @@ class ErrorFile(ErrorHandler):
 
     def record_exception(self, e: BaseException) -> None:
         """Write the sentence, whether its cause is the user's or the machine's, and of a GPU without room its size."""
+        # the launcher's process decides by it whether to show a sentence or a log
         told = {
             "message": describe(e),
             "expected": isinstance(e, USER_ERRORS) or refused_write(e) is not None,
@@ -76,6 +77,7 @@ def _end_with_the_command() -> None:
     def watch() -> None:
         while os.getppid() == command:
             time.sleep(_LOOK)
+        # not `sys.exit`, which ends this thread alone
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

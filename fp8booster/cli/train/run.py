@@ -57,6 +57,7 @@ def run(given: dict[str, Any], resume: str | None, command: str) -> int:
     trapping = None if torch.cuda.is_available() else avoid_trapping_instructions()
     if trapping is not None and is_main():
         plain_console(sys.stderr).print(trapping)
+    # all checks come before the data, whose preparation may take long
     _require_effect(given, options)
     check_plugin(options)
     require_fp8_here(options)
@@ -117,6 +118,7 @@ def _run(options: TrainOptions, checkpoints: dict[str, str], command: str, given
     done = _finished(checkpoints, options, given)
     if is_main():
         for precision in checkpoints.keys() - done:
+            # one process reads the files, or each rank would hash all of a checkpoint
             require_resumable(Path(checkpoints[precision]), out / precision, options.on_nonfinite)
     with make_display(options.progress if is_main() else "none", "data") as display:
         tokens = prepare_tokens(options, lambda text: display.show("status", text=text))
@@ -127,12 +129,14 @@ def _run(options: TrainOptions, checkpoints: dict[str, str], command: str, given
         about = {"command": command, **machine(), **origins(checkpoints)}
         if is_main() and not (out / RUN_FILE).exists():
             write_run_file(options, about)
+        # after the checks: ranks wait at it for each other
         store = serve_store()
         for precision in PRECISIONS[options.precision]:
             if precision in done:
                 continue
             resume = checkpoints.get(precision)
             task = Task(options=options, precision=precision, tokens=tokens, resume=resume, about=about)
+            # processes of its own for each precision: no memory or state of the first is left
             if not run_ranks(task, store):
                 if is_main():
                     _tell_interrupted(task)
@@ -232,6 +236,7 @@ def _sum_up(options: TrainOptions, command: str, tokens: TokenFile) -> None:
 
 def drawn_page(out: Path) -> str:
     """Draw the page of scales; return the advice on it, and where the page is or why there is none."""
+    # here, for drawing must not delay or break a run
     from fp8booster.cli.plot.page import write_page
 
     try:
