@@ -91,7 +91,7 @@ class TensorBoard:
         self.folder = Path(folder)
 
     def begin(self, header: dict[str, Any], done: int) -> None:
-        # here, for tensorboard is a package that only this sink needs
+        # here, for other sinks need no tensorboard
         from torch.utils.tensorboard import SummaryWriter
 
         # TensorBoard would show the steps of a branch that was left as well

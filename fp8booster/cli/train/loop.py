@@ -207,7 +207,7 @@ class Trainer:
         skipped = False
         try:
             self._require_finite("loss", loss)
-            # checks the norm before any weight changes, and may raise _Skip
+            # a norm that is not finite shows only in there, before any weight has changed
             self._boosted.update(self._options.max_norm)
         except _Skip:
             skipped = True
