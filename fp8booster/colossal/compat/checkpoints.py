@@ -161,6 +161,7 @@ def shards_name_a_tied_weight_once(
     # past GeminiDDP's own, which takes no such argument
     parameters = dict(nn.Module.named_parameters(loaded, remove_duplicate=False))
     missing = set(missing_keys[-1])
+    # a name is not missing where its tensor came under another
     found = {parameter for name, parameter in parameters.items() if name not in missing}
     missing_keys[-1] = [name for name in missing_keys[-1] if parameters.get(name) not in found]
 

@@ -164,6 +164,7 @@ def _with_split_experts(
     """Without it: AttributeError: 'MixtralDecoderLayer' object has no attribute 'block_sparse_moe'."""
     from fp8booster.colossal.moe.mixtral import split_experts
 
+    # before upstream shards the model and makes masters of the optimizer's parameters
     split_experts(model, optimizer)
     return upstream(self, model, optimizer, *args, **kwargs)
 

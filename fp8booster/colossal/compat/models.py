@@ -122,6 +122,7 @@ def mixtral_policies_know_the_block(upstream: Callable, self: Any) -> dict:
 
     from fp8booster.colossal.moe.mixtral import is_split
 
+    # asked before upstream's policy looks for experts that are modules
     if not is_split(self.model):
         raise ValueError(
             "a Mixtral of transformers 5 is sharded by HybridParallelPlugin and MoeHybridParallelPlugin alone; use one "

@@ -206,6 +206,7 @@ def evaluation_leaves_nothing_on_the_way(upstream: Callable, self: Any) -> None:
     second evaluation, or at the next training step.
     """
     works = self.gemini_manager.async_works
+    # waited for and not dropped: a gather under way writes into memory that is released next
     for work in works.values():
         work.wait()
     works.clear()

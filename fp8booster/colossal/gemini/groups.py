@@ -153,6 +153,7 @@ class GroupedChunkManager(ChunkManager):
         size, arguments = manager.dp_degree_chunk_size_dict[ranks], manager.kwargs_config[ranks]
         for group, values in plan.sizes.items():
             gathered = group.kind == RESIDENT or arguments.get("keep_gathered", False)
+            # Colossal-AI looks chunks' options up by the number of ranks, for which the group stands in from here on
             manager.kwargs_config[group] = arguments | {"keep_gathered": gathered}
             # so that shards begin at multiples of 16 bytes
             manager._sizes[group] = plan.chunk_sizes(group, values if gathered else size, ranks * ALIGNMENT)

@@ -244,6 +244,7 @@ class FP8GeminiDDP(GatheringGeminiDDP):
             manager.move_chunk(chunk, device, force_copy=True, async_move=self.enable_async_reduce)
 
     def _post_backward(self) -> None:
+        # memory in use behind backward is of a chunk that waits for gradients
         if self.chunk_manager.accessed_mem != 0:
             self._raise_without(lambda parameter: parameter._gemini_reduced)
         waits_on_host = self.enable_async_reduce

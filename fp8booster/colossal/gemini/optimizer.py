@@ -63,6 +63,7 @@ class FP8GeminiOptimizer(BoostedOptimizer, GeminiOptimizer):
 
     def _known_amaxes(self) -> dict[Part, torch.Tensor]:
         """Take the amaxes that the optimizer found as it wrote the masters: a step that is skipped finds none."""
+        # only these find amaxes while they write the masters
         if type(self.optim) not in OURS:
             return {}
         device = get_accelerator().get_current_device()

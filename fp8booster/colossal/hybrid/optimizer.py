@@ -95,6 +95,7 @@ class FP8HybridParallelZeroOptimizer(_SpreadsSums, FP8ZeroOptimizer, HybridParal
     def convert_in_place(cls, optimizer: HybridParallelZeroOptimizer, model: nn.Module, config: FP8Config) -> None:
         """Convert as in `FP8ZeroOptimizer`; `optimizer.model` is the model's wrapper."""
         super().convert_in_place(optimizer, model, config)
+        # with `_part`: ZeRO has taken the gradients out of `.grad` by the time that they are summed
         optimizer.partial_sums = partial_sums(optimizer.model, optimizer._part, optimizer.gradient_encoding)
         optimizer.stage_sums = stage_sums(optimizer.model, optimizer._part, optimizer.gradient_encoding)
         optimizer.shared_squares = SharedSquares(optimizer)

@@ -135,6 +135,7 @@ class FP8PipelineCommunication(PipelineP2PCommunication):
         device, is_nccl = _check_device(group)
         sent_metadata, tensors = None, []
         if sent is not None and to is not None:
+            # not strict: stages of T5, for one, send each other more than tensors
             sent_metadata, tensors = create_send_metadata(sent, strict=False, return_tensor=True)
         # a receiver that kept metadata has the tensors' shapes, and of other objects only former values
         send_metadata = sent_metadata is not None and (send_metadata or bool(sent_metadata.non_tensor_obj_idx))

@@ -75,6 +75,7 @@ def body_forward(
     """
     name = type(self).__name__
     past_key_values = cache if past_key_values is None else past_key_values
+    # refused before the first message: other stages would wait for it
     if output_attentions or (output_hidden_states and stage_manager is not None):
         raise ValueError(f"a sharded {name} gives no attention weights, and in a pipeline no layer's hidden states")
     if past_key_values is not None and (shard_config.enable_flash_attention or stage_manager is not None):

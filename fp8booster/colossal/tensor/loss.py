@@ -128,6 +128,7 @@ def _forward_with(native: Callable, config: ShardConfig) -> Callable:
             return outputs
         return type(outputs)(**{name: value for name, value in outputs.items() if name not in lazy})
 
+    # what looks at signatures, as transformers' Trainer does, sees what the model takes
     forward.__signature__ = signature
     return mark_fused(forward, native)
 

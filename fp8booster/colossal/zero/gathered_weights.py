@@ -225,6 +225,7 @@ class GatheredWeights:
 
     def _why_apart(self, merged: MergedLayers) -> str | None:
         """Return why weights that are multiplied as one cannot be gathered into one matrix; None: they can."""
+        # one matrix is gathered by one call, over one group, and cast by one configuration
         together = (
             len({self._optimizer.param_to_pg[weight] for weight in merged.weights}) == 1
             and len({layer.fp8_config for layer in merged.layers}) == 1
@@ -320,6 +321,7 @@ class GatheredWeights:
         for group in groups:
             batch += [self._weights[layer.held_weight] for layer in group.layers]
             if group is groups[-1] or sum(gathered.flat.nbytes for gathered in batch) >= BATCH_BYTES:
+                # batches end alike on every rank: sizes are of whole weights, with padding
                 yield WeightBatch(batch, dist.get_world_size(ranks), dist.get_rank(ranks))
                 batch = []
 
@@ -400,6 +402,7 @@ class GatheredWeights:
         if not gathered.released:
             return
         weight, quantized = gathered.layer.held_weight, gathered.quantized
+        # of the padded size: a gather in 16 bits writes all of it
         padded = weight.new_zeros(gathered.flat.numel())
         self._optimizer._working_param_to_padded_working_param[weight] = padded
         gathered.released = False

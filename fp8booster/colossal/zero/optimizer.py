@@ -265,6 +265,7 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         if self.automatic_scaling is not None:
             self.automatic_scaling.step()  # not in a step that is skipped
         if self.updates_in_backward:
+            # emptied before anything can raise: the next backward may update each weight again
             amaxes, self._updated_amaxes = self._updated_amaxes, {}
             updates = [update for working, update in self._parameters.items() if working in amaxes]
             self._step_of_nothing()
@@ -317,6 +318,7 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
                 for group_id in range(self.num_param_groups)
                 for gradient in store.get_working_grads_by_group_id(group_id)
             ]
+            # also without gradients: every rank takes part in the reductions
             of_group = torch.zeros_like(squares)
             if gradients:
                 of_group += torch.stack(noted_norms(gradients)).square().sum()
@@ -358,6 +360,7 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
             group["params"] = [update.master for update in updates if update.group_id == group_id]
         self.optim.step()
         self._give_back_masters()
+        # as Colossal-AI's step does: a master's gradient is FP32, as large as the master
         for masters in self._master_param_groups_of_current_rank.values():
             release_param_grad(masters)
         return self._gather(in_16_bits), {}
