@@ -30,7 +30,7 @@ from fp8booster.nn.weights.stacking import are_stacked, stack_rows, stacked_colu
 EXPERTS_THAT_PAY = 8
 """So many experts were faster grouped in FP8 than one by one in BF16, whatever their size
 (benchmarks/results/h200/experts_NVIDIA-H200_2026-11-21_torch-2.11.0-cu130.md). Fewer are grouped where
-`speed_model.computes_in_fp8` says so of their rows as one product."""
+`speed_model.computes_in_fp8` finds FP8 faster for their rows as one product."""
 
 
 class WeightStack(Protocol):
@@ -89,7 +89,7 @@ def pays(
         rows: of all experts.
         features: inputs and outputs of the first product.
         device: of the weights.
-        always: the weights are in FP8 alone, or the configuration says so.
+        always: the weights are in FP8 alone, or the configuration asks for it.
     """
     return experts >= EXPERTS_THAT_PAY or always or computes_in_fp8(config, int(rows), *features, device)
 
