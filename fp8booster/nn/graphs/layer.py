@@ -108,7 +108,7 @@ class _Shared:
         return memory
 
     def __reduce__(self) -> tuple:
-        return _Shared, (self.only_where_host_limits,)
+        return partial(_Shared, self.only_where_host_limits, unseen=self.unseen), ()
 
 
 class LayerGraphs:
