@@ -55,7 +55,7 @@ TESTS5 := tests/nn/test_families.py tests/nn/test_modules.py tests/nn/linear/tes
   $(addprefix tests/cli/plan/test_dry_run.py::test_, experts_in_one_parameter_are_planned_in_grouped_products \
     peaks_are_those_of_a_rank_that_trains) \
   $(addprefix tests/cli/train/test_runs.py::test_, a_run_in_both_precisions_ends_with_a_table_and_keeps_its_files \
-    a_resumed_run_equals_the_uninterrupted_one_bit_for_bit the_model_of_a_checkpoint_is_a_hugging_face_folder)
+    a_resumed_run_equals_the_uninterrupted_one_bit_for_bit)
 CODE  := fp8booster tests $(wildcard benchmarks examples scripts)
 
 .PHONY: help setup train test test-transformers5 test-gpu lint format docs doctor clean
