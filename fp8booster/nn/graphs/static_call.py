@@ -71,7 +71,7 @@ class StaticCall:
             place.requires_grad_(each.requires_grad)
         self.trained = [each for each in layer.parameters() if each.requires_grad]
         self.saved: list[Tensor] = []
-        """What the last forward saved for backward."""
+        """Tensors that the last forward saved for backward."""
         self._forward, self._layer, self._recompute = forward, layer, recompute
         self._args, self._kwargs = rebuild((args, kwargs), iter(self.inputs))
         self._leaves = {each: _leaf_over(each) for each in layer.parameters()}
