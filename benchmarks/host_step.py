@@ -38,7 +38,7 @@ class _Replays:
         return _nothing, work()
 
     def new_memory(self) -> Any:
-        return Memory()
+        return Memory(object)
 
     def in_use(self, memory: Any) -> dict[int, int]:
         return {}

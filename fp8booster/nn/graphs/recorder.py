@@ -26,14 +26,26 @@ class Memory:
     lies where those have written: while it waits, no graph captured before it may be replayed.
 
     Args:
-        handle: of the allocator's pool.
+        new_handle: gives one of a new pool of the allocator.
     """
 
-    def __init__(self, handle: Any = None) -> None:
-        self.handle = handle
+    def __init__(self, new_handle: Callable[[], Any]) -> None:
+        self._new_handle = new_handle
+        self.handle = new_handle()
+        self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._was_used = False
         self._captured = 0
         self._waiting: list[Any] = []  # forwards whose backward is awaited, in the order of their capture
         self._kept: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
+
+    def handle_for(self, graph: Any) -> Any:
+        """Return the handle of the pool for a graph that is about to be captured."""
+        # torch gives up a pool with its last graph, and no longer captures into it
+        if self._was_used and not self._graphs:
+            self.handle = self._new_handle()
+        self._was_used = True
+        self._graphs.add(graph)
+        return self.handle
 
     def add(self, owner: Any, kept: dict[int, int]) -> int:
         """Return the place in the order of capture of an owner's graphs.
@@ -100,7 +112,7 @@ class Recorder:
 
     def new_memory(self) -> Memory:
         """Return memory that several graphs can have."""
-        return Memory(torch.cuda.graph_pool_handle())
+        return Memory(torch.cuda.graph_pool_handle)
 
     def __call__(self, work: Callable[[], Made], memory: Memory | None = None) -> tuple[Callable[[], None], Made]:
         """As `weights.pinned.Record`.
@@ -117,7 +129,8 @@ class Recorder:
         try:
             with torch.cuda.stream(self._stream):
                 # other threads, such as NCCL's watchdog, may ask for events meanwhile
-                graph.capture_begin(pool=None if memory is None else memory.handle, capture_error_mode="thread_local")
+                pool = None if memory is None else memory.handle_for(graph)
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
                     with observer.noted_at_replays() as note_calls:
                         made = work()

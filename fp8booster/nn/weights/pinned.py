@@ -29,6 +29,9 @@ class Record(Protocol):
             work: reads and writes tensors that stay where they are; it gets memory of its own.
         """
 
+    def place_like(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
+        """Return a place with a tensor's shape, type and strides, which all works share: used up in one replay."""
+
 
 class Pinned(Protocol):
     """An FP8 weight in one place."""

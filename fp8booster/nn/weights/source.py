@@ -13,7 +13,7 @@ from fp8booster.kernels.transpose import transposed
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.freshness import FreshCopy, is_captured, note_change
 from fp8booster.nn.weights.pinned import Pinned, Record, Use, collected
-from fp8booster.nn.weights.stacking import as_matrix
+from fp8booster.nn.weights.stacking import are_stacked, as_matrix
 from fp8booster.tensor import QuantizedMatrix
 
 BackwardWeight = Callable[[], tuple[torch.Tensor, torch.Tensor]]
@@ -226,8 +226,14 @@ class PinnedCopy:
     ) -> None:
         self._source, self._weights, self._casts, self._transpose = source, tuple(weights), casts, transpose
         self._places = [weight.data_ptr() for weight in weights]
+        matrix = as_matrix(self._weights, source.is_transposed)
+        if len(weights) > 1 and not are_stacked(weights):
+            # each graph would keep memory for the rows, which are needed only while it casts them
+            matrix = record.place_like(matrix, 0)
         self._cast_again, self._made = record(
-            lambda: casts.quantize_weight(as_matrix(self._weights, source.is_transposed), transposed=transpose)
+            lambda: casts.quantize_weight(
+                as_matrix(self._weights, source.is_transposed, place=matrix), transposed=transpose
+            )
         )
 
     def serves(self, weights: Sequence[torch.Tensor], casts: Casts, transpose: bool) -> bool:

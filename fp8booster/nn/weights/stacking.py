@@ -28,9 +28,15 @@ def stacked_view(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     return first.as_strided((sum(map(len, weights)), first.shape[1]), first.stride())
 
 
-def stack_rows(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return weights of as many columns as one matrix: a view where they lie so in memory already, else a copy."""
-    return stacked_view(weights) if are_stacked(weights) else torch.cat([_values(weight) for weight in weights])
+def stack_rows(weights: Sequence[torch.Tensor], place: torch.Tensor | None = None) -> torch.Tensor:
+    """Return weights of as many columns as one matrix: a view where they lie so in memory already, else a copy.
+
+    Args:
+        place: for the copy.
+    """
+    if are_stacked(weights):
+        return stacked_view(weights)
+    return torch.cat([_values(weight) for weight in weights], out=place)
 
 
 def stacked_columns(transposes: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -47,13 +53,18 @@ def stacked_columns(transposes: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return first.as_strided((first.shape[0], columns), first.stride())
 
 
-def as_matrix(weights: Sequence[torch.Tensor], is_transposed: bool = False) -> torch.Tensor:
+def as_matrix(
+    weights: Sequence[torch.Tensor], is_transposed: bool = False, *, place: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return weights as the matrix of [sum of N, K] that fprop reads; one of them may lie as [K, N].
 
     One of [G, N, K] is a matrix of [G * N, K]; where it lies as [G, K, N], of [N, G * K].
+
+    Args:
+        place: as in `stack_rows`.
     """
     if len(weights) > 1:
-        return stack_rows(weights)
+        return stack_rows(weights, place)
     weight = _values(weights[0])
     if weight.dim() > 2:
         weight = weight.flatten(0, -2)

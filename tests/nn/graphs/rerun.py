@@ -14,17 +14,22 @@ from fp8booster.nn.graphs.recorder import Memory
 from fp8booster.nn.weights.pinned import Copies, copies_are_held
 
 
+class Graph:
+    """As `torch.cuda.CUDAGraph`, whose pool torch gives up with the last."""
+
+
 class Rerun:
     """As `nn.graphs.recorder.Recorder`; counts what it has captured, and how often that was replayed."""
 
     def __init__(self) -> None:
         self.captured = self.replayed = 0
         self.graphs: weakref.WeakSet[Callable[[], None]] = weakref.WeakSet()  # those that somebody could replay
+        self._pools: dict[object, weakref.WeakSet[Graph]] = {}
         self._passing: weakref.WeakKeyDictionary[Memory, list[torch.Tensor]] = weakref.WeakKeyDictionary()
         self._blocks: weakref.WeakKeyDictionary[Memory, dict[int, torch.Tensor]] = weakref.WeakKeyDictionary()
 
     def new_memory(self) -> Memory:
-        return Memory()
+        return Memory(object)
 
     def in_use(self, memory: Memory) -> dict[int, int]:
         return {address: len(block) for address, block in self._blocks.get(memory, {}).items()}
@@ -59,6 +64,12 @@ class Rerun:
 
     def __call__(self, work: Callable[[], Any], memory: Memory | None = None) -> tuple[Callable[[], None], Any]:
         self.captured += 1
+        graph = Graph()
+        if memory is not None:
+            handle = memory.handle_for(graph)
+            if handle in self._pools and not self._pools[handle]:
+                raise RuntimeError("this pool was given up with its last graph")
+            self._pools.setdefault(handle, weakref.WeakSet()).add(graph)
         held = copies_are_held if Copies.held else nullcontext
         casts = torch.is_autocast_enabled("cpu")
         with observer.noted_at_replays() as note_calls:
@@ -70,7 +81,7 @@ class Rerun:
             block = torch.zeros(8, dtype=torch.uint8)
             self._blocks.setdefault(memory, {})[block.data_ptr()] = block
 
-        def replay() -> None:
+        def replay(graph: Graph = graph) -> None:
             self.replayed += 1
             as_captured = torch.autocast("cpu", enabled=casts)
             with torch.enable_grad(), held(), as_captured, observer.noted_at_replays():  # a graph runs no Python

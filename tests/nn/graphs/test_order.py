@@ -118,7 +118,9 @@ def test_graphs_take_little_more_than_eager_layers(device: torch.device) -> None
             model.zero_grad()
         reserved.append(torch.cuda.memory_reserved() - before)
     assert captured_layers(model) == {None: 8}
-    assert reserved[1] <= 1.25 * reserved[0], reserved
+    # eager layers lay gradients where activations were, and graphs have places for them
+    gradients = sum(each.nbytes for each in model.model.layers.parameters())
+    assert reserved[1] <= 1.25 * reserved[0] + gradients, (reserved, gradients)
 
 
 @pytest.mark.gpu

@@ -131,7 +131,7 @@ class Owner:
 
 
 def test_a_memory_knows_who_waits_that_was_captured_later() -> None:
-    memory = Memory()
+    memory = Memory(object)
     first, second, third = (Owner(memory) for _ in range(3))
 
     def forward(owner: Owner) -> None:
@@ -154,13 +154,35 @@ def test_a_memory_knows_who_waits_that_was_captured_later() -> None:
 
 
 def test_a_memory_of_which_something_was_freed_is_not_whole() -> None:
-    memory = Memory()
+    memory = Memory(object)
     one, other = Owner(memory, {16: 8, 32: 8}), Owner(memory, {64: 8})
     assert memory.is_whole({16: 8, 32: 8, 64: 8, 96: 8})
     assert not memory.is_whole({16: 8, 64: 8})
     del one
     assert memory.is_whole({64: 8})
     assert other.order == 2
+
+
+def test_a_memory_whose_last_graph_is_gone_takes_another_pool() -> None:
+    memory, first, second = Memory(object), Memory(object), Memory(object)
+    handle = memory.handle_for(first)
+    assert memory.handle_for(second) is handle
+    del first
+    third = Memory(object)
+    assert memory.handle_for(third) is handle
+    del second, third
+    assert memory.handle_for(Memory(object)) is not handle
+
+
+@pytest.mark.gpu
+def test_a_memory_serves_again_when_its_last_graph_is_gone() -> None:
+    recorder = recorder_for(torch.device("cuda", torch.cuda.current_device()))
+    x, memory = torch.ones(4096, device="cuda"), recorder.new_memory()
+    for factor in (2.0, 3.0):
+        replay, made = recorder(lambda factor=factor: [x * factor], memory)
+        replay()
+        assert made[0].unique().tolist() == [factor]
+        del replay, made
 
 
 @pytest.mark.gpu
