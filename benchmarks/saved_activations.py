@@ -37,7 +37,7 @@ from fp8booster.cli.train.options import TrainOptions
 from fp8booster.config import Activations
 from fp8booster.formats import E4M3
 from fp8booster.kernels.group_codes import decode_groups, encode_groups
-from fp8booster.nn.fused import fuse
+from fp8booster.nn.fused import fuse_model
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def bf16(model: nn.Module) -> None:
 
 def bf16_fused(model: nn.Module) -> None:
     """Fused around products in BF16."""
-    fuse(model)
+    fuse_model(model)
 
 
 def fp8(saved: str, recompute: str = "none") -> Callable[[nn.Module], None]:
@@ -173,7 +173,7 @@ def fp8(saved: str, recompute: str = "none") -> Callable[[nn.Module], None]:
 
     def prepare(model: nn.Module) -> None:
         convert_to_fp8(model, FP8Config(activations=Activations(saved=saved, recompute=recompute)))
-        fuse(model)
+        fuse_model(model)
 
     return prepare
 

@@ -158,12 +158,12 @@ class FP8Config:
     and the experts of a rank as grouped products. What has no fused form stays as it is, and the line that a plugin
     logs names it."""
 
-    cuda_graphs: bool | None = False
+    cuda_graphs: bool | None = None
     """Replay decoder layers as CUDA graphs in training, once they ran a few times with the same shapes
     (`nn.graphs.capture_layers`), so that a small model does not wait for Python; values stay the same, bit for bit.
-    None does so on a GPU, in the plugins, where the host takes longer for a layer than the GPU. Layers share what
-    they need only while they run; where there is no room for what stays, they run eagerly. The report tells which
-    layers were not captured, and why."""
+    None does so on a GPU where the host takes longer for a layer than the GPU, True wherever it can be. Layers share
+    what they need only while they run; where there is no room for what stays, they run eagerly. The report tells which
+    layers were not captured, and why. In the plugins, and by `fuse` in plain PyTorch."""
 
     weight_copies: WeightCopies = WeightCopies()
     """Copies of FP8 weights that are kept."""

@@ -9,7 +9,7 @@ from torch.profiler import record_function
 
 from benchmarks.training.built_engine import OPTIMIZER_RANGE, BuiltEngine
 from benchmarks.training.job import Job
-from fp8booster import FP8Config, capture_layers, convert_to_fp8, fuse
+from fp8booster import FP8Config, convert_to_fp8, fuse
 from fp8booster.cli.train.key_values import fp8_config
 from fp8booster.optim import AdamW
 from fp8booster.serving.read import random_frozen
@@ -41,8 +41,6 @@ def plain(job: Job, device: torch.device) -> BuiltEngine:
     else:
         raise ValueError("--precision plain updates in backward; use --optimizer adamw-8bit, or --lora")
     fuse(model)
-    if config.cuda_graphs is not False:
-        capture_layers(model, only_where_host_limits=config.cuda_graphs is None)
     if job.lora is not None:
         return _built(job, model, make_optimizer(job.optimizer, _trained(model), lr=job.lr))
     optimizer = AdamW(model.parameters(), lr=job.lr, update_in_backward=True, micro_batches=job.micro_batches)

@@ -1,7 +1,7 @@
 """FP8 layers for any PyTorch model."""
 
 from fp8booster.nn.convert import convert_to_fp8
-from fp8booster.nn.fused import fuse
+from fp8booster.nn.fuse import fuse
 from fp8booster.nn.graphs import capture_layers
 from fp8booster.nn.linear.frozen import FrozenFP8Linear
 from fp8booster.nn.linear.functional import fp8_linear

@@ -28,7 +28,7 @@ from fp8booster.config import FP8Config, config_or_default
 from fp8booster.kernels.device import require_fp8
 from fp8booster.nn import convert_to_fp8, report
 from fp8booster.nn.fused import fuse_blocks, fused_summary, use_fused_loss
-from fp8booster.nn.graphs import capture_layers
+from fp8booster.nn.graphs import capture_as_configured
 from fp8booster.optim import AdamW
 from fp8booster.reading import first_of
 
@@ -196,13 +196,8 @@ class FP8Plugin(Plugin):
             with temporarily(self, use_fp8=False):  # Colossal-AI would hook F.linear with its own FP8 product
                 boosted = super().configure(model, optimizer, *others)
             sent = self.extend(*boosted[:2])
-            graphs = self.fp8_config.cuda_graphs
-            if graphs is None:
-                # left open, graphs are a matter of speed, and a strategy that cannot be captured is no mistake of the
-                # user's
-                graphs = get_accelerator().get_current_device().type == "cuda" and self.fp8_config.scaling.is_captured
-            if graphs and self.engine.cuda_graphs is None:
-                capture_layers(boosted[0], only_where_host_limits=self.fp8_config.cuda_graphs is None)
+            if self.engine.cuda_graphs is None:
+                capture_as_configured(boosted[0], self.fp8_config)
             fused = f"; {fused_summary(boosted[0])}" if self.fp8_config.fused else ""
             moments = "; moments are kept in 8 bits" if own is not None else ""
             self.logger.info(f"{report(boosted[0]).summary()}{fused}; {sent}{moments}", ranks=[0])

@@ -21,7 +21,7 @@ from fp8booster.config import FP8Config
 from fp8booster.kernels.alignment import ALIGNMENT
 from fp8booster.nn.convert import convert_to_fp8
 from fp8booster.nn.experts.fp8_experts import FP8Experts, are_experts
-from fp8booster.nn.fused import fuse
+from fp8booster.nn.fused import fuse_model
 from fp8booster.nn.fused.merged_layers import merged_layers
 from fp8booster.nn.linear.frozen import FrozenLayer
 from fp8booster.nn.linear.layer import FP8Layer
@@ -161,7 +161,7 @@ def layout_of_config(config: Any, fp8_config: FP8Config | None) -> Layout:
         return layout_of(model, in_fp8=False)
     convert_to_fp8(model, fp8_config)
     if fp8_config.fused:
-        fuse(model)
+        fuse_model(model)
     return layout_of(model)
 
 

@@ -35,18 +35,15 @@ class Architecture:
     sequence: int = 4096
     """Longest sequence the positions are meant for."""
     family: str = "llama"
-    """"llama"; "cohere": attention and feed-forward side by side, and embeddings that are the head too; "mixtral": a
+    """"llama"; "cohere": attention and feed-forward side by side; "mixtral": a router that
     router that sends each token to some of `experts` feed-forward blocks; "qwen2": q, k and v with biases."""
     rope_theta: float = 10000.0
     experts: int = 1
     """Feed-forward blocks of a layer."""
     experts_per_token: int = 1
     """Those that a token goes through."""
-
-    @property
-    def tied(self) -> bool:
-        """True where the head's weight is the embeddings'."""
-        return self.family == "cohere"
+    tied: bool = False
+    """The head's weight is the embeddings'."""
 
     @property
     def key_value(self) -> int:
@@ -85,6 +82,8 @@ def _mixture(architecture: Architecture, sequence: int) -> Architecture:
 
 
 _MICRO = Architecture("micro LLaMA", 64, 96, 2, 4, 2, vocabulary=512, sequence=128)
+_QWEN: dict[str, Any] = {"sequence": 32768, "family": "qwen2", "rope_theta": 1e6}
+_SMALL_QWEN: dict[str, Any] = {"vocabulary": 151936, "tied": True, **_QWEN}
 _LLAMA_3: dict[str, Any] = {"vocabulary": 128256, "sequence": 8192, "rope_theta": 5e5}
 
 # LLaMA 1: Touvron et al., arXiv 2302.13971. LLaMA 2: Touvron et al., arXiv 2307.09288. LLaMA 3: Grattafiori et al.,
@@ -101,16 +100,27 @@ MODELS = {
     "70b": Architecture("LLaMA-2 70B", 8192, 28672, 80, 64, 8),
     "llama3-8b": Architecture("LLaMA-3 8B", 4096, 14336, 32, 32, 8, **_LLAMA_3),
     "llama3-70b": Architecture("LLaMA-3 70B", 8192, 28672, 80, 64, 8, **_LLAMA_3),
-    "qwen2.5-7b": Architecture(
-        "Qwen2.5-7B", 3584, 18944, 28, 28, 4, vocabulary=152064, sequence=32768, family="qwen2", rope_theta=1e6
-    ),
+    "qwen2.5-0.5b": Architecture("Qwen2.5-0.5B", 896, 4864, 24, 14, 2, **_SMALL_QWEN),
+    "qwen2.5-1.5b": Architecture("Qwen2.5-1.5B", 1536, 8960, 28, 12, 2, **_SMALL_QWEN),
+    "qwen2.5-3b": Architecture("Qwen2.5-3B", 2048, 11008, 36, 16, 2, **_SMALL_QWEN),
+    "qwen2.5-7b": Architecture("Qwen2.5-7B", 3584, 18944, 28, 28, 4, vocabulary=152064, **_QWEN),
     "35b": Architecture(
-        "Command-R 35B", 8192, 22528, 40, 64, 64, vocabulary=256000, sequence=8192, family="cohere", rope_theta=8e6
+        "Command-R 35B",
+        8192,
+        22528,
+        40,
+        64,
+        64,
+        vocabulary=256000,
+        sequence=8192,
+        family="cohere",
+        tied=True,
+        rope_theta=8e6,
     ),
     "mixtral-8x7b": _mixture(Architecture("Mixtral-8x7B", 4096, 14336, 32, 32, 8), sequence=32768),
     "mixtral-1b": _mixture(Architecture("Mixtral of 1B active parameters", 2048, 5632, 12, 32, 8), sequence=4096),
     "micro": _MICRO,
-    "micro-cohere": replace(_MICRO, label="micro Command-R", family="cohere"),
+    "micro-cohere": replace(_MICRO, label="micro Command-R", family="cohere", tied=True),
     "micro-mixtral": _mixture(replace(_MICRO, label="micro Mixtral"), sequence=128),
 }
 """Sizes as published, except for the micro ones, which are for tests, and mixtral-1b, whose experts are the

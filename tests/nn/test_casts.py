@@ -14,7 +14,7 @@ from fp8booster import FP8Config, convert_to_fp8
 from fp8booster.config import Activations
 from fp8booster.nn.experts.fp8_experts import FP8Experts
 from fp8booster.nn.experts.grouped import GroupedExperts
-from fp8booster.nn.fused import fuse
+from fp8booster.nn.fuse import fuse
 from fp8booster.nn.fused.merged_layers import merged_layers
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.weights.casting import Casts

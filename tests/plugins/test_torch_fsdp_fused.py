@@ -17,7 +17,8 @@ from fp8booster import FP8Config, FP8Linear, comm, convert_to_fp8, report
 from fp8booster.monitor.traffic import count_traffic
 from fp8booster.nn.fsdp.flat_weights import NAME
 from fp8booster.nn.fsdp.handle import compress_flat_fsdp
-from fp8booster.nn.fused import fuse, fused_summary
+from fp8booster.nn.fuse import fuse
+from fp8booster.nn.fused import fused_summary
 from fp8booster.nn.fused.merged_layers import merged_layers
 from tests.colossal.models import tiny_llama
 from tests.distributed import ranks, shared_folder

@@ -16,7 +16,7 @@ from fp8booster import FP8Config, convert_to_fp8, formats, report
 from fp8booster.config import Activations
 from fp8booster.kernels.scales import scale_of
 from fp8booster.nn.experts.grouped import GroupedExperts
-from fp8booster.nn.fused import fuse
+from fp8booster.nn.fuse import fuse
 from fp8booster.nn.graphs import capture_layers, captured_layers
 from fp8booster.nn.held_casts import remember_amaxes, remembered_amaxes
 from fp8booster.nn.linear.layer import FP8Layer

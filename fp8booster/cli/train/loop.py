@@ -24,7 +24,7 @@ from fp8booster.cli.metrics import MetricsLog, StepMetrics
 from fp8booster.files import write_whole
 from fp8booster.monitor.sinks import FILE
 from fp8booster.monitor.traffic import Traffic, count_traffic
-from fp8booster.nn.fused import fuse
+from fp8booster.nn.fused import fuse_model
 from fp8booster.nn.fused.packing import why_not_packed
 from fp8booster.nn.recording import Recording
 from fp8booster.training.adapters import ALL_LINEAR, with_adapters
@@ -162,7 +162,7 @@ class Trainer:
         self._tied = {name for name, _ in network.named_parameters(remove_duplicate=False)} - names
         if options.packing and self._task.precision == "bf16":
             # BF16 runs packed rows too, which unfused attention would not keep apart
-            fuse(network)
+            fuse_model(network)
         plugin = build_plugin(options, self._task.precision == "fp8", network)
         for sentence in getattr(plugin, "no_effect", ()):
             self._notice(sentence)

@@ -29,7 +29,7 @@ from fp8booster import comm
 from fp8booster.colossal.compressed_groups import encoding_of
 from fp8booster.colossal.tensor.layers import FP8PaddingLMHead
 from fp8booster.colossal.tensor.loss import use_sharded_loss
-from fp8booster.nn.fused import fuse
+from fp8booster.nn.fused import fuse_model
 from fp8booster.nn.fused.attention import attend_packed
 from fp8booster.nn.fused.causal_lm_loss import HEADS
 from fp8booster.nn.fused.decoder import REPLACED
@@ -289,6 +289,6 @@ def fuse_sharded(model: nn.Module, config: ShardConfig) -> str:
         return _MIXINS.get(config.sequence_parallelism_mode, FlashAttention)
 
     use_sharded_loss(model, config)
-    summary = fuse(model, replaced_attention)
+    summary = fuse_model(model, replaced_attention)
     let_pack_around(model)
     return summary

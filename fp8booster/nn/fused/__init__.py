@@ -14,8 +14,8 @@ from fp8booster.nn.fused.merged_layers import merged_linears
 from fp8booster.nn.modules import require_module
 
 __all__ = [
-    "fuse",
     "fuse_blocks",
+    "fuse_model",
     "fused_summary",
     "linear_cross_entropy",
     "use_fused_loss",
@@ -24,21 +24,11 @@ __all__ = [
 ]
 
 
-def fuse(model: nn.Module, replaced_attention: ReplacedAttention | None = None) -> str:
-    """Fuse what can be fused of a model, in place, in FP8 or in the precision that it has.
-
-    In decoder layers of the families that docs/guide.md lists the residual's addition and the norm become one kernel,
-    so do rotary embedding and SwiGLU; in training q, k and v are one product, and gate and up. Their models for causal
-    language modelling compute the loss over chunks of logits, which are then never whole (`use_fused_loss`).
-    Parameters, their names and the state dict stay as they were.
-
-    `use_fp8=True` fuses by itself. By hand it serves a model that was converted by `convert_to_fp8`, and one that
-    computes in BF16, as plain PyTorch or under `TorchDDPPlugin` and `LowLevelZeroPlugin`: fuse it when it has its dtype
-    and its device, before it is boosted, for then the weights of merged products are stacked by rows in memory. Where
-    they cannot be, those layers run one by one, and the line that is returned says why.
+def fuse_model(model: nn.Module, replaced_attention: ReplacedAttention | None = None) -> str:
+    """Fuse as `nn.fuse` does, without CUDA graphs.
 
     Args:
-        model: any module.
+        model: any module, or what an engine has made of it.
         replaced_attention: gives the mixin for an attention whose forward an engine replaced, or why there is none.
 
     Returns:

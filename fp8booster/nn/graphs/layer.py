@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8booster.config import FP8Config
 from fp8booster.nn.graphs import recorder
 from fp8booster.nn.graphs.pair import Freed, GraphPair, Moved
 from fp8booster.nn.graphs.recorder import Memory, Recorder
@@ -508,6 +509,18 @@ def capture_layers(model: nn.Module, *, only_where_host_limits: bool = False) ->
         layer.__dict__["fp8_graphs"] = LayerGraphs(shared)
         change_class(layer, mixed_class(CapturedLayer, type(layer)))
     return len(layers)
+
+
+def capture_as_configured(model: nn.Module, config: FP8Config) -> None:
+    """Let the repeated layers of a model be captured into CUDA graphs as `FP8Config.cuda_graphs` says.
+
+    Args:
+        model, config: of its FP8 layers, converted before.
+    """
+    graphs = config.cuda_graphs
+    # left open, graphs are a matter of speed: a strategy that cannot be captured is no mistake of the user's
+    if graphs or (graphs is None and torch.cuda.is_available() and config.scaling.is_captured):
+        capture_layers(model, only_where_host_limits=graphs is None)
 
 
 def look_inside(model: nn.Module, when: Callable[[], bool]) -> Callable[[], None]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8booster import FP8Config, convert_to_fp8
-from fp8booster.nn.fused import fuse
+from fp8booster.nn.fuse import fuse
 from tests.colossal.hybrid.runs import MICRO_BATCHES, HybridRun, fp8, start
 from tests.colossal.hybrid.test_fused import MODES as FUSED_MODES
 from tests.distributed import ranks

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 
 from fp8booster import FP8Config, comm, convert_to_fp8, report
 from fp8booster.nn.fsdp.handle import follow_resharding
-from fp8booster.nn.fused import fuse
+from fp8booster.nn.fuse import fuse
 from fp8booster.nn.fused.merged_layers import merged_layers
 from fp8booster.nn.linear.layer import FP8Linear
 from fp8booster.nn.weights.resharded import ReshardedWeight
