@@ -36,7 +36,7 @@ def product_weights(model: Architecture) -> int:
 
 def parameters(model: Architecture) -> int:
     """All of them, a shared one once."""
-    norms = model.hidden * (model.layers * (1 if model.tied else 2) + 1)
+    norms = model.hidden * (model.layers * (1 if model.family == "cohere" else 2) + 1)
     biases = model.layers * (model.hidden + 2 * model.key_value) if model.family == "qwen2" else 0
     embeddings = 0 if model.tied else model.hidden * model.vocabulary
     return linear_weights(model) + embeddings + norms + biases

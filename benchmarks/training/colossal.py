@@ -69,8 +69,9 @@ def ours(job: Job, device: torch.device, *, use_fp8: bool, fused: bool = False) 
     if use_fp8:
         options |= {"use_fp8": True, "fp8_config": fp8_config(job.fp8_options)}
     built = boost(job, device, job.plugin, plugin_class, options, fused=fused)
-    if fused and fp8_config(job.fp8_options).cuda_graphs:
-        capture_layers(built.model)
+    graphs = fp8_config(job.fp8_options).cuda_graphs
+    if fused and graphs is not False:  # the fused blocks of BF16 have what FP8's have
+        capture_layers(built.model, only_where_host_limits=graphs is None)
     if use_fp8 and job.record:
         # as a run does, with the file; it ends with the process
         record(built.model, every=job.record, sink=Path(tempfile.mkdtemp()) / FILE)

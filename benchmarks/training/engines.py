@@ -103,6 +103,7 @@ PEERS = {
     "colossal-low_level_zero-fp8": _native("LowLevelZero, native FP8 repaired", "low_level_zero", use_fp8=True),
     "fsdp2": _torch("FSDP2, BF16"),
     "fsdp2-compile": _torch("FSDP2, BF16, compiled", compiled=True),
+    "fsdp2-graphs": _torch('FSDP2, BF16, compiled, mode="reduce-overhead"', compiled=True, mode="reduce-overhead"),
     "torchao": _torch(
         "torchao tensorwise, FP8 all-gather, FSDP2, compiled", *_TORCHAO, compiled=True, float8="tensorwise"
     ),

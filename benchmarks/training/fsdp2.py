@@ -16,13 +16,16 @@ from fp8booster.training.models import build
 _DEVIATION = 0.02  # of the initial weights, as Hugging Face's default
 
 
-def fsdp2(job: Job, device: torch.device, *, compiled: bool = False, float8: str | None = None) -> BuiltEngine:
+def fsdp2(
+    job: Job, device: torch.device, *, compiled: bool = False, mode: str | None = None, float8: str | None = None
+) -> BuiltEngine:
     """Masters in FP32, weights gathered and products in BF16, gradients reduced in FP32, each layer a unit.
 
     Args:
         job: what to train; its plugin and parallel sizes are not used.
         device: of this rank.
         compiled: each decoder layer by torch.compile.
+        mode: of torch.compile; None is its default.
         float8: torchao's "tensorwise", with weights gathered in FP8, or "rowwise".
     """
     config = job.architecture.config(job.sequence)
@@ -32,7 +35,7 @@ def fsdp2(job: Job, device: torch.device, *, compiled: bool = False, float8: str
     layers = model.model.layers
     if compiled:
         for index, layer in enumerate(layers):
-            layers[index] = torch.compile(layer)
+            layers[index] = torch.compile(layer, mode=mode)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in layers:
         fully_shard(layer, mp_policy=policy)

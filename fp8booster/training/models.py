@@ -35,8 +35,8 @@ class Architecture:
     sequence: int = 4096
     """Longest sequence the positions are meant for."""
     family: str = "llama"
-    """"llama"; "cohere": attention and feed-forward side by side; "mixtral": a router that
-    router that sends each token to some of `experts` feed-forward blocks; "qwen2": q, k and v with biases."""
+    """"llama"; "cohere": attention and feed-forward side by side; "mixtral": a router that sends each token to some of
+    `experts` feed-forward blocks; "qwen2": q, k and v with biases."""
     rope_theta: float = 10000.0
     experts: int = 1
     """Feed-forward blocks of a layer."""
@@ -82,6 +82,13 @@ def _mixture(architecture: Architecture, sequence: int) -> Architecture:
 
 
 _MICRO = Architecture("micro LLaMA", 64, 96, 2, 4, 2, vocabulary=512, sequence=128)
+_COMMAND_R: dict[str, Any] = {
+    "vocabulary": 256000,
+    "sequence": 8192,
+    "family": "cohere",
+    "tied": True,
+    "rope_theta": 8e6,
+}
 _QWEN: dict[str, Any] = {"sequence": 32768, "family": "qwen2", "rope_theta": 1e6}
 _SMALL_QWEN: dict[str, Any] = {"vocabulary": 151936, "tied": True, **_QWEN}
 _LLAMA_3: dict[str, Any] = {"vocabulary": 128256, "sequence": 8192, "rope_theta": 5e5}
@@ -104,19 +111,7 @@ MODELS = {
     "qwen2.5-1.5b": Architecture("Qwen2.5-1.5B", 1536, 8960, 28, 12, 2, **_SMALL_QWEN),
     "qwen2.5-3b": Architecture("Qwen2.5-3B", 2048, 11008, 36, 16, 2, **_SMALL_QWEN),
     "qwen2.5-7b": Architecture("Qwen2.5-7B", 3584, 18944, 28, 28, 4, vocabulary=152064, **_QWEN),
-    "35b": Architecture(
-        "Command-R 35B",
-        8192,
-        22528,
-        40,
-        64,
-        64,
-        vocabulary=256000,
-        sequence=8192,
-        family="cohere",
-        tied=True,
-        rope_theta=8e6,
-    ),
+    "35b": Architecture("Command-R 35B", 8192, 22528, 40, 64, 64, **_COMMAND_R),
     "mixtral-8x7b": _mixture(Architecture("Mixtral-8x7B", 4096, 14336, 32, 32, 8), sequence=32768),
     "mixtral-1b": _mixture(Architecture("Mixtral of 1B active parameters", 2048, 5632, 12, 32, 8), sequence=4096),
     "micro": _MICRO,

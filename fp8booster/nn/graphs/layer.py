@@ -496,7 +496,7 @@ def capture_layers(model: nn.Module, *, only_where_host_limits: bool = False) ->
     Args:
         model: converted, fused and sharded before.
         only_where_host_limits: not where the GPU takes longer for a layer than the host, as far as a count of its
-            operations tells.
+            operations tells. A later call changes this for layers that may be captured already.
 
     Returns:
         The number of layers.
@@ -504,10 +504,14 @@ def capture_layers(model: nn.Module, *, only_where_host_limits: bool = False) ->
     require_module(model)
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
     shared = _Shared(only_where_host_limits, unseen=STATE_BYTES * trained)
-    layers = [each for each in repeated_layers(model) if not isinstance(each, CapturedLayer)]
+    layers = repeated_layers(model)
     for layer in layers:
+        if isinstance(layer, CapturedLayer):  # as `fuse` left it to the host's speed; recordings hold what it shares
+            shared = layer.fp8_graphs._shared
+            shared.only_where_host_limits = only_where_host_limits
+        else:
+            change_class(layer, mixed_class(CapturedLayer, type(layer)))
         layer.__dict__["fp8_graphs"] = LayerGraphs(shared)
-        change_class(layer, mixed_class(CapturedLayer, type(layer)))
     return len(layers)
 
 
