@@ -20,7 +20,8 @@ READY5 := $(VENV5)/.fp8booster-ready
 # trains, communicates, recomputes and saves these models. The rest is the same with any version.
 TESTS5 := tests/nn/test_families.py tests/nn/test_modules.py tests/nn/linear/test_conv1d.py \
   $(addprefix tests/serving/test_,export.py names.py compressed_tensors.py key_value_cache.py) \
-  $(addprefix tests/nn/fused/test_,causal_lm_loss.py decoder.py families.py fuse.py packing.py recompute.py transformers.py) \
+  $(addprefix tests/nn/fused/test_,autocast.py causal_lm_loss.py decoder.py families.py fuse.py packing.py \
+    recompute.py transformers.py) \
   tests/colossal/test_missing_imports.py tests/colossal/tensor/test_body.py \
   tests/plugins/test_low_level_zero_fused.py tests/plugins/test_sharding.py \
   tests/nn/experts/test_fp8_experts.py tests/plugins/test_fp8_experts.py tests/cli/train/test_model_folder.py \

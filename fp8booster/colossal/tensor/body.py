@@ -28,7 +28,7 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast, MoeModelOutputWithPast
 
 from fp8booster.colossal.temporarily import temporarily
-from fp8booster.nn.fused.packing import CACHES
+from fp8booster.nn.fused.caches import CACHES
 
 Masks = list[Any]
 """The mask that each layer's attention is given."""

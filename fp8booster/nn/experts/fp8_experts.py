@@ -21,7 +21,7 @@ from fp8booster.config import FP8Config
 from fp8booster.kernels.device import require_fp8
 from fp8booster.nn.experts import routing
 from fp8booster.nn.experts.row_layout import RowLayout
-from fp8booster.nn.experts.stack import StackedParameter, pays, run_stacks, why_not_stacked
+from fp8booster.nn.experts.stack import StackedParameter, pays, run_stacks, why_not_bf16, why_not_stacked
 from fp8booster.nn.fused.activations import fused_kind
 from fp8booster.nn.fused.pointwise import Saving, activate
 from fp8booster.nn.fused.trials import gates_by_activation
@@ -174,10 +174,8 @@ class FP8Experts(nn.Module):
         up, down = (getattr(self, name) for name in self.fp8_weights)
         if vars(self).get("_is_expert_parallel"):
             return "transformers spreads the experts over ranks"
-        autocast = torch.is_autocast_enabled(tokens.device.type)
-        dtypes = {torch.get_autocast_dtype(tokens.device.type)} if autocast else {tokens.dtype, up.dtype, down.dtype}
-        if dtypes != {torch.bfloat16}:
-            return "grouped products give BF16 alone"
+        if (reason := why_not_bf16(tokens, up, down)) is not None:
+            return reason
         if is_captured(tokens):
             return "a graph that is captured, while the host must know how many tokens an expert gets"
         experts, *sizes = up.shape

@@ -22,7 +22,7 @@ from fp8booster.kernels.grouped_product import why_no_grouped_product
 from fp8booster.nn.experts.gated import gate_up_down, why_not_gated
 from fp8booster.nn.experts.grouped_linear import GroupedWeight
 from fp8booster.nn.experts.row_layout import RowLayout
-from fp8booster.nn.experts.stack import StackedLayers, is_provided, pays, run_stacks, why_not_stacked
+from fp8booster.nn.experts.stack import StackedLayers, is_provided, pays, run_stacks, why_not_bf16, why_not_stacked
 from fp8booster.nn.fused.pointwise import Saving, activate
 from fp8booster.nn.linear.layer import FP8Layer, FP8Linear
 from fp8booster.nn.modules import held_by_modules, must_be_called
@@ -108,7 +108,7 @@ class GroupedExperts:
         self.fp8_casts = {name: casts.under(config) for name, casts in (self.fp8_casts or _casts(config)).items()}
         count = len(self.experts)
         return run_stacks(
-            tokens,
+            tokens.to(torch.bfloat16),
             RowLayout.of(counts, tokens.device),
             StackedLayers(gates_ups, count, self.fp8_casts["gate_up"], self._gate_up, factors),
             partial(activate, gated=True, saving=Saving(in_8_bits=config.saves_in_8_bits)),
@@ -119,11 +119,9 @@ class GroupedExperts:
         """Return why the experts cannot run as one on these tokens, in training."""
         if (reason := self._why_never()) is not None:
             return reason
-        if torch.is_autocast_enabled(tokens.device.type):
-            return "under autocast"
-        if tokens.dtype != torch.bfloat16:
-            return "grouped products give BF16 alone"
         _, _, down = gate_up_down(self.experts[0])
+        if (reason := why_not_bf16(tokens, down.held_weight)) is not None:
+            return reason
         if not reusable(tokens, down.held_weight):
             return "inference mode or a graph that is captured"
         reason = None if self._always else self._why_slower(rows)
@@ -186,8 +184,8 @@ def _why_not_like(layer: nn.Module, same: FP8Layer) -> str | None:
     if layer._parameters["bias"] is not None:
         return "a layer has a bias"
     weight = _weight(layer)
-    if weight.dtype is not torch.bfloat16:
-        return "grouped products give BF16 alone"
+    if weight.dtype is not _weight(same).dtype:
+        return "the experts' dtypes differ"
     return None if weight.shape == _weight(same).shape else "the experts' sizes differ"
 
 

@@ -78,6 +78,16 @@ def why_not_stacked(config: FP8Config, sizes: Sequence[int], scales: str | None)
     return None
 
 
+def why_not_bf16(tokens: torch.Tensor, *weights: torch.Tensor) -> str | None:
+    """Return why experts do not give BF16 of tokens; None where they do, as under autocast, which asks for it."""
+    device = tokens.device.type
+    if torch.is_autocast_enabled(device):
+        dtypes = {torch.get_autocast_dtype(device)}
+    else:
+        dtypes = {tokens.dtype, *(weight.dtype for weight in weights)}
+    return None if dtypes == {torch.bfloat16} else "grouped products give BF16 alone"
+
+
 def pays(
     config: FP8Config, experts: int, rows: float, features: tuple[int, int], device: torch.device, *, always: bool
 ) -> bool:

@@ -294,11 +294,10 @@ def use_fused_loss(model: nn.Module) -> bool:
     The model, or the one inside a wrapper such as PEFT's, keeps its class, parameters and hooks; its `forward` is
     replaced. In training mode, when labels are given, it returns the native output, whose `loss` is that of the native
     forward (shifted labels, `num_items_in_batch`, `shift_labels` and `ignore_index` included) and whose `logits`
-    is None; no cache of keys and values is made unless the call gives `use_cache` or a cache. The native forward runs,
-    logits and all, in evaluation mode, without labels, when `logits_to_keep` asks for some of them (the sequence's
-    length asks for all), for `return_dict=False`, with a loss function of one's own, and wherever `why_not_fused` finds
-    a reason. `use_native_loss` undoes it. A pickle comes back with the native forward: call this again. Where an engine
-    has replaced the forward, the one that it offered takes its place.
+    is None. The native forward runs, logits and all, in evaluation mode, without labels, when `logits_to_keep` asks for
+    some of them (the sequence's length asks for all), for `return_dict=False`, with a loss function of one's own, and
+    wherever `why_not_fused` finds a reason. `use_native_loss` undoes it. A pickle comes back with the native forward:
+    call this again. Where an engine has replaced the forward, the one that it offered takes its place.
 
     Args:
         model: any module.
@@ -428,9 +427,6 @@ def _forward_like(native: Callable) -> Callable:
         if not (wants_loss(self, arguments) and is_native and _why_not_through(self) is None):
             return native(self, *args, **kwargs)
         name = _head_name(self)
-        # a call that trains reads no keys and values, which `config.use_cache`, on by default, would keep of each layer
-        if "use_cache" in signature.parameters and not {"use_cache", "past_key_values"} & arguments.keys():
-            kwargs = {**kwargs, "use_cache": False}
         # for this call alone: a head that is put into the model would be saved with it, and seen by other threads
         outputs = run_with(native, self, {name: LazyHead(getattr(self, name))}, *args, **kwargs)
         return type(outputs)(**{**outputs, "logits": None})

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from fp8booster.config import FP8Config
 from fp8booster.nn.fused.activations import activation_kind, activation_name
 from fp8booster.nn.fused.attention_form import Form, form_of
+from fp8booster.nn.fused.caches import make_no_cache_in_training
 from fp8booster.nn.fused.families import ATTENTION, WITH_SINKS, Part, has_sinks, is_attention, is_known, part_of
 from fp8booster.nn.fused.lazy import LazySum, made, parts_with_lazy_sums
 from fp8booster.nn.fused.merged_layers import MergedLayers, MergedLinears
@@ -103,6 +104,8 @@ def fuse_blocks(model: nn.Module, replaced_attention: ReplacedAttention | None =
     for module in inner_first:  # a wrapper looks for the packing of the model inside it
         if any(isinstance(part, FusedAttention) for part in module.modules()):
             let_pack(module)
+        if any(isinstance(part, FusedDecoderLayer) for part in module.modules()):
+            make_no_cache_in_training(module)
     return fused
 
 

@@ -38,7 +38,7 @@ from fp8booster.kernels.alignment import aligned
 from fp8booster.kernels.cross_entropy import cross_entropy, logsumexp, multiply_, write_gradient
 from fp8booster.kernels.device import require_fp8
 from fp8booster.kernels.product import product
-from fp8booster.nn.linear.functional import check_operands, once_differentiable
+from fp8booster.nn.linear.functional import check_operands, once_differentiable, output_dtype
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.delivered import delivered_amax
 from fp8booster.scaling import INPUT, OUTPUT_GRADIENT
@@ -424,8 +424,7 @@ def linear_cross_entropy(
         raise ValueError(f"chunk_tokens is {chunk_tokens}; give 1 or more, or None for the default")
     if scale <= 0 or (cap is not None and cap <= 0):
         raise ValueError(f"scale is {scale} and cap is {cap}; give positive numbers, or leave them out")
-    device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    device, dtype = hidden.device.type, output_dtype(hidden)
     tokens, (rows, features) = hidden.shape[0], weight.shape
     chunk = default_chunk(tokens, rows, features, dtype.itemsize) if chunk_tokens is None else chunk_tokens
     gradients = torch.is_grad_enabled()

@@ -66,8 +66,8 @@ class Merged:
     def __call__(self, input: Tensor) -> Tensor | None:
         """Return all outputs side by side, [..., sum of output features], or None: call the layers one by one.
 
-        They are, where `why_not_merged` has a reason; in evaluation; under autocast, which would cast them as one anew;
-        and in compiled code, where the compiler sees the layers themselves.
+        They are, where `why_not_merged` has a reason; in evaluation; and in compiled code, where the compiler sees the
+        layers themselves. Under autocast the outputs are of its dtype, whatever the input and the weights have.
         """
         raise NotImplementedError
 
@@ -226,10 +226,8 @@ class MergedLayers(Merged):
 
     def _why_not(self, input: Tensor, weights: Sequence[Tensor]) -> str | None:
         """Return why the layers, which can run as one in training, cannot on this input."""
-        if torch.is_autocast_enabled(input.device.type):
-            return "under autocast"
         for weight in weights:
-            if weight.dtype != input.dtype:
+            if weight.dtype != input.dtype and not torch.is_autocast_enabled(input.device.type):
                 return "the input's dtype is not the weight's"
         if any(map(_may_be_filled, self.layers)) and not self.fp8_weight.is_provided(weights):
             for layer, weight in zip(self.layers, weights, strict=True):
@@ -275,8 +273,7 @@ class MergedLinears(Merged):
             torch.compiler.is_compiling()
             or not all(map(_in_training, self.layers))
             or input.numel() == 0
-            or input.dtype != self.layers[0].weight.dtype
-            or torch.is_autocast_enabled(input.device.type)
+            or (input.dtype != self.layers[0].weight.dtype and not torch.is_autocast_enabled(input.device.type))
             or self._why_never() is not None
         ):
             return None

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8booster.nn.fused.caches import CACHES
 from fp8booster.nn.fused.families import WITH_SINKS, has_sinks, is_attention
 
 
@@ -242,10 +243,6 @@ class Packing:
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(self.after_model, always_call=True)  # also where the forward raises
 
-
-CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
-"""What models and attentions call the cache that they are given, the newest name first: 5.24 of transformers says
-`cache`. What takes one name takes the older ones too, and transformers hands it on by the newer."""
 
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """What transformers calls them."""

@@ -21,9 +21,10 @@ from fp8booster.nn.fused.attention_form import (
     heads_of_a_key,
     is_of_form,
 )
+from fp8booster.nn.fused.caches import CACHES
 from fp8booster.nn.fused.families import WITH_SINKS, has_sinks
 from fp8booster.nn.fused.norm import FusedNorm, HeadNorms
-from fp8booster.nn.fused.packing import CACHES, Sequences, sequences_of
+from fp8booster.nn.fused.packing import Sequences, sequences_of
 from fp8booster.nn.fused.part import FusedPart, own_product
 from fp8booster.nn.fused.pointwise import latent_heads, rotate_heads, split_and_rotate
 from fp8booster.nn.linear.layer import config_around
@@ -299,7 +300,7 @@ class LatentAttention(FusedAttention):
     def why_unlike(self, **arguments: Any) -> str | None:
         """As `FusedAttention.why_unlike`."""
         if self.cache_in(arguments) is not None:
-            return "a cache holds latents; set config.use_cache to False"
+            return "a cache holds latents; give use_cache=False"
         return super().why_unlike(**arguments)
 
     def rotated(self, qkv: Tensor, angles: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:

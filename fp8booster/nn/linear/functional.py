@@ -272,6 +272,12 @@ def unaliased(product: torch.Tensor) -> torch.Tensor:
     return product.clone() if held else product
 
 
+def output_dtype(input: torch.Tensor) -> torch.dtype:
+    """Return the dtype of what a linear layer makes of an input: autocast's, or the input's."""
+    device = input.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
+
+
 def check_operands(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     """Check what F.linear would check, and what FP8 needs besides.
 
@@ -353,6 +359,7 @@ def linear_from_quantized(
             "torch.jit.trace, also within torch.onnx, records no FP8 products; use torch.compile or torch.export, or "
             "trace the model before it is converted"
         )
+    # as `output_dtype`, without a call, for which the GPU of a small model waits
     device = input.device.type
     out_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
     weights = (weight,) if isinstance(weight, torch.Tensor) else weight

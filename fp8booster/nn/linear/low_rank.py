@@ -23,7 +23,7 @@ from torch import nn
 from fp8booster.kernels.alignment import ALIGNMENT
 from fp8booster.kernels.product import product
 from fp8booster.nn.linear.frozen import FrozenFP8Linear
-from fp8booster.nn.linear.functional import fprop, once_differentiable, unsafe_view
+from fp8booster.nn.linear.functional import fprop, once_differentiable, output_dtype, unsafe_view
 from fp8booster.nn.modules import must_be_called
 from fp8booster.nn.weights.delivered import Recipe, delivered_recipe
 from fp8booster.nn.weights.source import BackwardWeight, transposed_in_backward
@@ -82,22 +82,21 @@ def low_rank_product(input: torch.Tensor, modules: Sequence[nn.Module]) -> torch
     """Return what layers with adapters make of one input, side by side; None: call them one by one.
 
     They are called where one is not as `low_rank_of` knows it, has finer scales than one a tensor, a bias that trains,
-    or hooks and others beside it; where autocast would cast the input; and in compiled code.
+    or hooks and others beside it; and in compiled code.
 
     Args:
-        input: [..., K], of the dtype that the frozen weights decode to. Adapters are multiplied in it too.
+        input: [..., K], of the dtype that the frozen weights decode to, or under autocast. Adapters are multiplied in
+            the dtype of the outputs.
         modules: in the order of their outputs.
 
     Returns:
-        [..., sum of output features], of the input's dtype, which nothing else holds.
+        [..., sum of output features], of the input's dtype, or of autocast's, which nothing else holds.
     """
-    device = input.device.type
     if torch.compiler.is_compiling() or input.numel() == 0:
-        return None
-    if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != input.dtype:
         return None
     if len(modules) > 1 and any(map(must_be_called, modules)):
         return None
+    dtype = output_dtype(input)
     parts = [low_rank_of(module) for module in modules]
     known = [part for part in parts if part is not None]
     if len(known) < len(parts) or not all(_fits(part, input, known) for part in known):
@@ -111,7 +110,7 @@ def low_rank_product(input: torch.Tensor, modules: Sequence[nn.Module]) -> torch
     source = () if recipe is None else recipe.saved
     how = _Call(tuple(known), None if recipe is None else recipe.without_saved())
     # adapters may be in FP32, as peft makes them: their products are those of autocast, and their gradients in FP32
-    factors = [each.to(input.dtype) for part in known for each in (part.a, part.b)]
+    factors = [each.to(dtype) for part in known for each in (part.a, part.b)]
     factors = factors[::2] + factors[1::2]
     biases = [part.layer.bias for part in known]
     return _LowRankProduct.apply(input, x, how, biases, *factors, *source)
@@ -123,7 +122,7 @@ def _fits(part: LowRank, input: torch.Tensor, parts: Sequence[LowRank]) -> bool:
     bias = layer.bias
     if layer.fp8_config.finer_scales or (bias is not None and bias.requires_grad):
         return False
-    if input.dtype != layer.weight_dtype:
+    if input.dtype != layer.weight_dtype and not torch.is_autocast_enabled(input.device.type):
         return False
     if len(parts) == 1:
         return True
@@ -155,13 +154,14 @@ class _LowRankProduct(torch.autograd.Function):
     ) -> torch.Tensor:  # [..., sum of N]
         parts, count = how.parts, len(how.parts)
         a, b, source = tensors[:count], tensors[count : 2 * count], tensors[2 * count :]
-        matrix = input.detach().reshape(-1, input.shape[-1])
+        dtype = a[0].dtype
+        matrix = input.detach().reshape(-1, input.shape[-1]).to(dtype)
         products = []
         weights: list[BackwardWeight] = []
         for part, bias in zip(parts, biases, strict=True):
             w, config = part.layer.quantized, part.layer.fp8_config
             weights.append(transposed_in_backward(w))
-            products.append(fprop(x, w, bias, part.layer.fp8_shape[0], matrix.shape, input.dtype, config))
+            products.append(fprop(x, w, bias, part.layer.fp8_shape[0], matrix.shape, dtype, config))
         y = products[0] if count == 1 else torch.cat(products, 1)
         low = matrix @ _stacked(a).t()
         for part, of_y, of_low, factor in zip(parts, _columns(y, b), _columns(low, a), b, strict=True):
@@ -238,7 +238,7 @@ def _of_a(
     """Return the gradients of a, from x recomputed as it was, or as fprop read it."""
     rows, columns = len(dlow), a[0].shape[1]
     if recipe is not None:
-        gradient = dlow.t() @ recipe.matrix(*source)[0]
+        gradient = dlow.t() @ recipe.matrix(*source)[0].to(dlow.dtype)
     else:
         data, inverse_scale = source
         # a value of FP8 is one of BF16 too; the scale comes after the sum

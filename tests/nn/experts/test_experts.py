@@ -393,11 +393,22 @@ def test_few_experts_of_few_tokens_are_left_to_their_layers(monkeypatch: pytest.
     assert GroupedExperts(always)(tokens(counts), counts) is not None
 
 
-def test_autocast_is_left_to_the_layers() -> None:
-    grouped, counts = GroupedExperts(experts()), COUNTS["even"]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_under_autocast_experts_are_grouped_whatever_their_dtype(dtype: torch.dtype) -> None:
+    fp8, counts = experts().to(dtype), COUNTS["ragged"]
+    grouped = GroupedExperts(fp8)
     with torch.autocast("cpu", torch.bfloat16):
+        found = results(fp8, counts, grouped)
+    assert grouped.why_one_by_one is None
+    assert_near(found, results(in_fp32(fp8), counts, None), 0.08)
+    assert {parameter.grad.dtype for parameter in fp8.parameters()} == {dtype}
+
+
+def test_under_another_dtype_of_autocast_experts_are_left_to_their_layers() -> None:
+    grouped, counts = GroupedExperts(experts()), COUNTS["even"]
+    with torch.autocast("cpu", torch.float16):
         assert grouped(tokens(counts), counts) is None
-    assert grouped.why_one_by_one == "under autocast"
+    assert grouped.why_one_by_one == "grouped products give BF16 alone"
 
 
 @pytest.mark.parametrize("how", ["inference mode", "capture"])

@@ -131,18 +131,6 @@ def test_other_outputs_are_there() -> None:
     assert output.past_key_values.get_seq_length() == 32
 
 
-def test_training_makes_no_cache_that_nobody_asks_for() -> None:
-    native, model = pair(use_cache=True)
-    right, found = native(**labelled()), model(**labelled())
-    assert right.past_key_values is not None
-    assert found.past_key_values is None
-    assert torch.equal(found.loss, model(**labelled(use_cache=False)).loss)
-    assert model(**labelled(use_cache=True)).past_key_values is not None
-    assert model(input_ids=batch()).past_key_values is not None  # it may generate
-    assert model.eval()(**labelled()).past_key_values is not None
-    assert model.config.use_cache is True
-
-
 def test_logits_are_there_for_who_asks() -> None:
     native, model = pair()
     arguments = labelled()

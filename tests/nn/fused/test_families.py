@@ -184,11 +184,11 @@ def test_a_cache_of_latents_is_that_of_transformers_and_reported(family: str) ->
     exact = build(family, torch.float32, use_cache=True)
     model = as_unfused(exact)
     model(input_ids=batch(), labels=batch(), use_cache=True)
-    assert report(model).unfused_calls == (("a cache holds latents; set config.use_cache to False", 2),)
-    right, found = (each(input_ids=batch()) for each in (exact, model))
+    assert report(model).unfused_calls == (("a cache holds latents; give use_cache=False", 2),)
+    right, found = (each(input_ids=batch(), use_cache=True) for each in (exact, model))
     torch.testing.assert_close(found.logits, right.logits)
-    with pytest.raises(ValueError, match=r"packed sequences .* set config\.use_cache to False"):
-        model(input_ids=batch()[:1], position_ids=torch.arange(32)[None] % 16)
+    with pytest.raises(ValueError, match=r"packed sequences .* give use_cache=False"):
+        model(input_ids=batch()[:1], position_ids=torch.arange(32)[None] % 16, use_cache=True)
 
 
 def test_norms_of_heads_that_are_modules_are_one() -> None:

@@ -200,8 +200,6 @@ def test_what_peft_would_not_add_is_left_to_it(device) -> None:
     assert low_rank_product(x.float(), [layer]) is None
     assert low_rank_product(x[:0], [layer]) is None
     assert low_rank_of(nn.Linear(4, 4)) is None
-    with torch.autocast(device.type, torch.float16):
-        assert low_rank_product(x, [layer]) is None
 
 
 def test_adapters_in_fp32_are_multiplied_in_16_bits_and_get_gradients_in_fp32(device) -> None:
@@ -217,6 +215,27 @@ def test_adapters_in_fp32_are_multiplied_in_16_bits_and_get_gradients_in_fp32(de
     with torch.autocast(device.type, BF16):
         y = low_rank_product(x, list(model.base_model.model.layers))
     assert torch.equal(y, expected[0])
+
+
+@pytest.mark.parametrize("outputs", [(96,), (96, 48)])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_under_autocast_any_input_is_multiplied_in_its_dtype(outputs, dtype, device) -> None:
+    """As where the norms before it are in FP32, or the model in BF16 and autocast in FP16."""
+    model = adapted(*outputs, device=device)
+    layers, x = list(model.base_model.model.layers), torch.randn(16, 64, device=device, dtype=dtype)
+    autocast_dtype = BF16 if dtype is torch.float32 else torch.float16
+    x.requires_grad_()
+    leaves = [x, *(parameter for parameter in model.parameters() if parameter.requires_grad)]
+
+    def gradients(make) -> list[torch.Tensor]:
+        with torch.autocast(device.type, autocast_dtype):
+            y = make()
+        assert y.dtype is autocast_dtype
+        return [y, *torch.autograd.grad(y, leaves, torch.ones_like(y))]
+
+    found = gradients(lambda: low_rank_product(x, layers))
+    assert [each.dtype for each in found[1:]] == [leaf.dtype for leaf in leaves]
+    assert near(found, gradients(lambda: torch.cat([layer(x) for layer in layers], -1)))
 
 
 @pytest.mark.parametrize("always", [False, True])
