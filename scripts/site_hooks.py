@@ -25,6 +25,7 @@ CODE = {"": "text", ".py": "python", ".sh": "bash", ".sbatch": "bash", ".toml": 
 API = {
     "fp8booster": ("fp8booster", "fp8booster.nn.report.report"),
     "plugins": ("fp8booster.plugins",),
+    "hf": ("fp8booster.hf",),
     "nn": ("fp8booster.nn.fused", "fp8booster.nn.linear.layer.FP8Layer"),
     "scaling": ("fp8booster.scaling",),
     "comm": ("fp8booster.comm",),

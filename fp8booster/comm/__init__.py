@@ -28,7 +28,7 @@ from fp8booster.comm.collectives import (
     reduce_scatter_single,
     reduce_scatter_tensor,
 )
-from fp8booster.comm.ddp import DDPState, ddp_hook
+from fp8booster.comm.ddp import DDPState, average_in_fp8, ddp_hook
 from fp8booster.comm.encoding import Encoding
 from fp8booster.comm.fsdp import FlatFSDPState, compress_fsdp, flat_fsdp_hook, reduce_flat_fsdp
 from fp8booster.comm.observer import Statistics, reset_statistics, statistics
@@ -48,6 +48,7 @@ __all__ = [
     "all_reduce_coalesced",
     "all_to_all",
     "all_to_all_single",
+    "average_in_fp8",
     "batch_isend_irecv",
     "broadcast",
     "compress_fsdp",

@@ -3,6 +3,8 @@
     model = DistributedDataParallel(model)
     model.register_comm_hook(None, fp8booster.comm.ddp_hook)
 
+    fp8booster.comm.average_in_fp8(model)           # before a library wraps it
+
 Unlike torch's own compression hooks, this one adds in FP32: a gradient is rounded twice, whatever the number of ranks.
 """
 # No `from __future__ import annotations`: DDP compares the hook's annotations with classes.
@@ -13,7 +15,8 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from fp8booster.comm.collectives import all_reduce, copy_parts
 from fp8booster.comm.encoding import DEFAULT, Encoding
@@ -74,3 +77,35 @@ def _average(tensor: Tensor, state: DDPState) -> dist.Work:
         tensor, dist.ReduceOp.AVG, state.group, async_op=True, encoding=state.encoding, min_bytes=state.min_bytes
     )
     return cast(dist.Work, work)  # of a member, which DDP's ranks are, there is one
+
+
+def average_in_fp8(model: nn.Module, state: DDPState | None = None) -> None:
+    """Let `DistributedDataParallel` average the gradients of a model by `ddp_hook`, whenever it is wrapped later.
+
+    For programs where a library wraps the model. A wrapper that has a hook of its own keeps it, and so does one in
+    compiled code. Calling it again changes the settings for wrappers that the model has not run in.
+
+    Args:
+        model: not wrapped yet.
+        state: settings, or None for the defaults.
+    """
+    for hook in model._forward_pre_hooks.values():
+        if isinstance(hook, _HookAtForward):
+            hook.state = state
+            return
+    model.register_forward_pre_hook(_HookAtForward(state))
+
+
+class _HookAtForward:
+    """Registers the hook with the wrapper in which a model runs. A class, for a model that is pickled."""
+
+    def __init__(self, state: DDPState | None) -> None:
+        self.state = state
+
+    def __call__(self, model: nn.Module, _: object) -> None:
+        if torch.compiler.is_compiling():
+            return
+        # the one whose forward runs now, of which PyTorch's compiler asks the same
+        wrapper = DistributedDataParallel._get_active_ddp_module()
+        if wrapper is not None and wrapper.module is model and not wrapper._comm_hooks:
+            wrapper.register_comm_hook(self.state, ddp_hook)

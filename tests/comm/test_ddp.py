@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8booster import comm, formats
@@ -97,3 +99,40 @@ def test_gradients_that_go_apart_share_no_scale_with_others() -> None:
 
 def test_batches_differ_between_ranks() -> None:
     assert not torch.equal(next(batches(0))[0], next(batches(1))[0])
+
+
+def wrap_later() -> dict[str, object]:
+    state = DDPState(min_bytes=4096)
+    hooked = DistributedDataParallel(small_model())
+    hooked.register_comm_hook(state, comm.ddp_hook)
+    expected = losses_of(hooked)
+    model = small_model()
+    comm.average_in_fp8(model)
+    comm.average_in_fp8(model, state)
+    model(torch.ones(1, 32)).sum().backward()  # not wrapped yet
+    model.zero_grad()
+    copied = pickle.loads(pickle.dumps(model))
+    before = comm.statistics()["all_reduce"].calls
+    ours = losses_of(DistributedDataParallel(model))
+    sent = comm.statistics()["all_reduce"].calls
+    own = DistributedDataParallel(copied)
+    own.register_comm_hook(None, allreduce_hook)
+    plain = losses_of(own)
+    after = comm.statistics()["all_reduce"].calls
+    again = losses_of(DistributedDataParallel(model))  # whose hook is that of the model, as before
+    return {
+        "expected": expected,
+        "ours": ours,
+        "plain": plain,
+        "again": again,
+        "calls": (sent - before, after - sent, comm.statistics()["all_reduce"].calls - after),
+        "hooked": before,
+    }
+
+
+def test_a_wrapper_that_is_made_later_averages_in_fp8_unless_it_has_its_own_hook() -> None:
+    for rank in run_ranks(wrap_later, 2):
+        assert rank["ours"] == rank["expected"]
+        assert rank["plain"] != rank["expected"]
+        assert rank["again"][0] < 0.5 * rank["ours"][0]
+        assert rank["calls"] == (rank["hooked"], 0, rank["hooked"])

@@ -1,0 +1,83 @@
+"""FP8 as a callback of transformers' Trainer, and of those that are made of it, as TRL's are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from fp8booster.config import FP8Config, config_or_default
+from fp8booster.hf.prepare import BUCKET_MIB, is_prepared, prepare, require_16_bits
+
+
+class FP8Callback(TrainerCallback):
+    """Let a Trainer train in FP8: `Trainer(model, arguments, callbacks=[FP8Callback()])`.
+
+    The Trainer's constructor converts the model, in place, as `fp8booster.hf.prepare` does, before it has an optimizer
+    and before accelerate wraps it. All else is the Trainer's: autocast by `bf16=True`, evaluation, checkpoints,
+    resuming. `ddp_bucket_cap_mb` of the arguments becomes 64 where it is None, since smaller messages are sent
+    uncompressed inside a node.
+
+    Args:
+        config: which layers, and how; None is `FP8Config()`.
+        fused_loss: as in `prepare`; None is True but in TRL's trainers, which read logits or compute the loss
+            themselves.
+
+    Raises:
+        TypeError: the configuration is no FP8Config.
+        ValueError: by the Trainer, as `prepare` says; for several GPUs in one process, for Liger's kernels, and where
+            the Trainer trains another model than its constructor was given.
+    """
+
+    def __init__(self, config: FP8Config | None = None, *, fused_loss: bool | None = None) -> None:
+        self.config = config_or_default(config)
+        self.fused_loss = fused_loss
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
+        """Convert the model."""
+        _check(args)
+        require_16_bits(model, autocast=args.bf16 or args.fp16)
+        if args.ddp_bucket_cap_mb is None:
+            args.ddp_bucket_cap_mb = BUCKET_MIB
+        fused_loss = not _is_of_trl(args) if self.fused_loss is None else self.fused_loss
+        prepare(model, self.config, fused_loss=fused_loss)
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Refuse a model that is not the one that was converted."""
+        if model is not None and not is_prepared(model):
+            raise ValueError(
+                "the model has no FP8 layers: it was made after FP8Callback converted one, or the callback was added "
+                "later; give it to the constructor, Trainer(callbacks=[FP8Callback()]), and with model_init let that "
+                "function return fp8booster.hf.prepare(model)"
+            )
+
+
+def _check(args: TrainingArguments) -> None:
+    """Raise ValueError where FP8 layers do not go with what a Trainer was asked for."""
+    reasons = {
+        "deepspeed": "DeepSpeed's engines were not tried; use DDP, or LowLevelZeroPlugin of fp8booster.plugins",
+        "fsdp": "FSDP of the Trainer was not tried; use DDP",
+        "use_liger_kernel": "Liger replaces the layers and the loss that are fused here; leave use_liger_kernel out",
+    }
+    for name, reason in reasons.items():
+        if getattr(args, name, None):
+            raise ValueError(f"{name} does not go with FP8Callback: {reason}")
+    if args.n_gpu > 1:
+        raise ValueError(
+            "several GPUs in one process share a model by DataParallel, which copies it at each step; start a process "
+            "for each GPU, by torchrun or accelerate launch"
+        )
+
+
+def _is_of_trl(args: TrainingArguments) -> bool:
+    return any(kind.__module__.startswith("trl.") for kind in type(args).__mro__)

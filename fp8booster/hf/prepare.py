@@ -1,0 +1,129 @@
+"""Make a model ready for a library that wraps it and makes its optimizer by itself."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from fp8booster.comm import DDPState, average_in_fp8
+from fp8booster.config import FP8Config, config_or_default
+from fp8booster.kernels.device import require_fp8
+from fp8booster.nn import convert_to_fp8, fuse, report
+from fp8booster.nn.fused import use_native_loss
+
+if TYPE_CHECKING:  # neither need be installed
+    from accelerate import Accelerator
+
+BUCKET_MIB = 64
+"""The size of DDP's buckets where the user gave none: inside a node smaller messages are sent uncompressed."""
+
+_WRAPPERS = (DataParallel, DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
+
+_PREPARED = "_fp8booster_prepared"
+"""Attribute of a model that `prepare` was given."""
+
+_log = logging.getLogger(__name__)
+
+
+def prepare(
+    model: nn.Module,
+    config: FP8Config | None = None,
+    *,
+    accelerator: Accelerator | None = None,
+    fused_loss: bool = True,
+) -> nn.Module:
+    """Let a model train in FP8, in place: FP8 layers, fused decoder layers and loss, gradients that DDP sends in FP8.
+
+    Call it when the model has its weights, before its optimizer is made and before `accelerator.prepare`. Parameters,
+    their names and the state dict stay as they are, so `save_pretrained` writes what it would without FP8. The report
+    of what was converted and fused is logged under "fp8booster.hf" (`fp8booster.report(model)` gives all of it).
+
+    Args:
+        model: any module; transformers' language models, with peft's adapters or without, are fused too.
+        config: which layers, and how; None is `FP8Config()`. `messages=None` leaves DDP's gradients as they are.
+        accelerator: that the model is for; it is moved to its device. Gradients are sent in buckets of 64 MiB, unless
+            the accelerator was given `DistributedDataParallelKwargs`. None: the model is on the device that it trains
+            on, and whoever wraps it by DistributedDataParallel chooses the buckets.
+        fused_loss: compute the loss over chunks of logits. The model then gives no logits in training: turn it off
+            where a loss of your own reads them.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: the model is wrapped already, its device has no FP8 products, no layer can compute in FP8, or the
+            accelerator trains in FP32, in FP8 of its own, or by DeepSpeed or FSDP.
+        TypeError: the model is no module, or the configuration no FP8Config.
+    """
+    config = config_or_default(config)
+    # accelerate's autocast around the forward; a second Trainer finds that of the first
+    inside = "_original_forward" in vars(model)
+    if isinstance(model, _WRAPPERS) or (inside and not is_prepared(model)):
+        raise ValueError(
+            "the model was wrapped before it was converted to FP8; give fp8booster.hf.prepare what accelerator.prepare "
+            "is given, before it"
+        )
+    if accelerator is not None:
+        _check(accelerator)
+        require_16_bits(model, autocast=accelerator.mixed_precision != "no")
+        model.to(accelerator.device)
+        if accelerator.ddp_handler is None and config.messages is not None:
+            accelerator.ddp_handler = _buckets()
+    weight = next(model.parameters(), None)
+    if weight is not None and weight.device.type != "meta":
+        require_fp8(weight.device, config.emulate, config.granularity)
+    convert_to_fp8(model, config)
+    fused = ""
+    if config.fused and not inside:
+        fused = f"; {fuse(model)}"
+        if not fused_loss:
+            use_native_loss(model)
+            fused += ", which is not used: fused_loss is off"
+    if config.messages is not None:
+        average_in_fp8(model, DDPState(encoding=config.messages))
+    model.__dict__[_PREPARED] = True
+    _log.info("%s%s", report(model).summary(), fused)
+    return model
+
+
+def is_prepared(model: nn.Module) -> bool:
+    """Tell whether `prepare` was given a model."""
+    return _PREPARED in vars(model)
+
+
+def require_16_bits(model: nn.Module, *, autocast: bool) -> None:
+    """Raise ValueError where what is not in FP8 would be computed in FP32.
+
+    Args:
+        model: not converted yet.
+        autocast: it will run under autocast to a 16-bit type.
+    """
+    # the embedding, as a rule: adapters are in FP32 in models of 16 bits too
+    first = next((each.dtype for each in model.parameters() if each.is_floating_point()), None)
+    if first == torch.float32 and not autocast:
+        raise ValueError(
+            "what is not in FP8 needs a 16-bit type, and the model is in FP32; train with bf16=True of "
+            'TrainingArguments or mixed_precision="bf16" of Accelerator, or load the model in BF16'
+        )
+
+
+def _check(accelerator: Accelerator) -> None:
+    """Raise ValueError where FP8 layers do not go with what an accelerator does."""
+    kind = accelerator.distributed_type.value
+    if kind in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
+        raise ValueError(f"FP8 layers were not tried with accelerate's {kind}; train with DDP, or with a plugin")
+    if accelerator.mixed_precision == "fp8":
+        raise ValueError(
+            'mixed_precision="fp8" converts the model to FP8 layers of another library; give Accelerator "bf16"'
+        )
+
+
+def _buckets() -> Any:
+    from accelerate import DistributedDataParallelKwargs
+
+    return DistributedDataParallelKwargs(bucket_cap_mb=BUCKET_MIB)

@@ -1,0 +1,65 @@
+"""Adapters of peft on a base that is frozen in FP8, by the Trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import peft
+import torch
+from transformers import Trainer, TrainingArguments, set_seed
+
+from fp8booster import FP8Config, quantize
+from fp8booster.hf import FP8Callback
+from fp8booster.nn import FrozenFP8Linear
+from tests.colossal.models import tiny_llama
+from tests.hf.ways import ALWAYS, EVALUATED, SAVED, STEPS, TRAINED, Run, arguments, run_trainer
+
+LORA = {"task_type": "CAUSAL_LM", "r": 8, "target_modules": "all-linear"}
+
+
+def base() -> torch.nn.Module:
+    return tiny_llama().bfloat16()
+
+
+def train(folder: Path, model: torch.nn.Module, callbacks: list[FP8Callback], resume: bool = False) -> Run:
+    set_seed(0)
+    trainer = Trainer(
+        peft.get_peft_model(model, peft.LoraConfig(**LORA)),
+        arguments(TrainingArguments, folder, learning_rate=3e-2, label_names=["labels"]),
+        train_dataset=TRAINED,
+        eval_dataset=EVALUATED,
+        callbacks=callbacks,
+    )
+    return run_trainer(trainer, folder, resume)
+
+
+def frozen(folder: Path, resume: bool = False) -> Run:
+    return train(folder, quantize(base(), ALWAYS), [FP8Callback(FP8Config())], resume)
+
+
+def test_adapters_learn_on_a_frozen_base_and_resume(tmp_path: Path) -> None:
+    ours = frozen(tmp_path / "fp8")
+    native = train(tmp_path / "bf16", base(), [])
+    assert len(ours.losses) == STEPS
+    assert ours.losses[-1] < 0.97 * ours.losses[0]
+    assert ours.losses != native.losses
+    worst = max(abs(one - other) / other for one, other in zip(ours.losses, native.losses, strict=True))
+    assert worst < 0.02
+    layers = [module for module in ours.model.modules() if isinstance(module, FrozenFP8Linear)]
+    assert len(layers) == 14
+    untrained = [module for module in quantize(base(), ALWAYS).modules() if isinstance(module, FrozenFP8Linear)]
+    assert all(torch.equal(one.weight, other.weight) for one, other in zip(layers, untrained, strict=True))
+
+    resumed = frozen(tmp_path / "fp8", resume=True)
+    assert resumed.losses == ours.losses[SAVED:]
+    assert resumed.evaluation == ours.evaluation
+
+
+def test_peft_loads_the_adapters_that_it_saves(tmp_path: Path) -> None:
+    ours = frozen(tmp_path)
+    native = peft.PeftModel.from_pretrained(base(), ours.last)
+    trained = {name: each for name, each in ours.model.named_parameters() if "lora" in name}
+    loaded = {name: each for name, each in native.named_parameters() if "lora" in name}
+    assert trained.keys() == loaded.keys()
+    assert all(torch.equal(each, loaded[name]) for name, each in trained.items())
+    assert all(each.any() for name, each in trained.items() if "lora_B" in name)

@@ -1,0 +1,153 @@
+"""What `prepare` and `FP8Callback` refuse, leave alone, and import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.state import AcceleratorState
+from torch import nn
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+
+from fp8booster import FP8Config, FP8Linear
+from fp8booster.hf import FP8Callback, prepare
+from tests.colossal.models import tiny_llama, token_batch
+from tests.hf.ways import ALWAYS, TRAINED, arguments
+
+
+@pytest.fixture(autouse=True)
+def _no_accelerator() -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def trainer(folder: Path, model: nn.Module | None = None, callback: FP8Callback | None = None, **more: Any) -> Trainer:
+    init = {name: more.pop(name) for name in ("model_init",) if name in more}
+    return Trainer(
+        model,
+        arguments(TrainingArguments, folder, max_steps=1, save_steps=9, **more),
+        train_dataset=TRAINED,
+        callbacks=[callback or FP8Callback(ALWAYS)],
+        **init,
+    )
+
+
+def test_the_import_brings_neither_transformers_nor_accelerate() -> None:
+    code = "import sys, fp8booster.hf; print({'transformers', 'accelerate'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    import fp8booster.hf
+
+    with pytest.raises(AttributeError, match="no attribute 'FP8Trainer'"):
+        _ = fp8booster.hf.FP8Trainer
+
+
+def test_a_configuration_of_another_type_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"config is 'O2'; give an fp8booster\.FP8Config"):
+        FP8Callback("O2")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("deepspeed", "zero.json", "deepspeed does not go with FP8Callback: .* LowLevelZeroPlugin"),
+        ("fsdp", "full_shard", "fsdp does not go with FP8Callback: .*; use DDP"),
+        ("use_liger_kernel", True, "use_liger_kernel does not go with FP8Callback: .* leave use_liger_kernel out"),
+        ("_n_gpu", 2, "start a process for each GPU"),
+        ("bf16", False, "needs a 16-bit type, and the model is in FP32; train with bf16=True"),
+    ],
+)
+def test_arguments_that_do_not_go_with_fp8_are_refused(tmp_path: Path, name: str, value: object, says: str) -> None:
+    # the libraries behind them need not be installed: what the constructor checks of these is left out
+    given = arguments(TrainingArguments, tmp_path)
+    setattr(given, name, value)
+    model = tiny_llama()
+    with pytest.raises(ValueError, match=says):
+        FP8Callback(ALWAYS).on_init_end(given, None, None, model=model)
+    assert not any(isinstance(each, FP8Linear) for each in model.modules())
+
+
+def test_a_model_of_16_bits_needs_no_autocast(tmp_path: Path) -> None:
+    made = trainer(tmp_path, tiny_llama().bfloat16(), bf16=False)
+    made.train()
+    made.save_model(str(tmp_path / "last"))
+    saved = LlamaForCausalLM.from_pretrained(tmp_path / "last", torch_dtype="auto")
+    assert saved.dtype == torch.bfloat16
+
+
+def test_a_model_that_is_made_later_is_refused(tmp_path: Path) -> None:
+    made = trainer(tmp_path, model_init=lambda: tiny_llama())
+    with pytest.raises(ValueError, match=r"let that function return fp8booster\.hf\.prepare\(model\)"):
+        made.train()
+
+
+def test_a_model_that_is_made_later_and_prepared_is_trained(tmp_path: Path) -> None:
+    made = trainer(tmp_path, model_init=lambda: prepare(tiny_llama(), ALWAYS))
+    made.train()
+    assert isinstance(made.model.model.layers[0].mlp.up_proj, FP8Linear)
+
+
+def test_a_callback_that_is_added_later_is_refused(tmp_path: Path) -> None:
+    made = Trainer(tiny_llama(), arguments(TrainingArguments, tmp_path), train_dataset=TRAINED)
+    made.add_callback(FP8Callback(ALWAYS))
+    with pytest.raises(ValueError, match="the callback was added later"):
+        made.train()
+
+
+def test_a_second_trainer_goes_on_with_the_model(tmp_path: Path) -> None:
+    model = tiny_llama()
+    trainer(tmp_path, model).train()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    trained = trainer(tmp_path, model).train()
+    assert trained.training_loss > 0
+    model.train()
+    assert model(input_ids=token_batch(0), labels=token_batch(0)).logits is None
+
+
+def test_a_trainer_that_reads_logits_gets_them(tmp_path: Path) -> None:
+    class OfLogits(Trainer):
+        def compute_loss(self, model: nn.Module, inputs: dict, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return super().compute_loss(model, inputs, True)[1].logits.float().logsumexp(-1).mean()
+
+    model = tiny_llama()
+    settings = arguments(TrainingArguments, tmp_path, max_steps=1)
+    callback = FP8Callback(ALWAYS, fused_loss=False)
+    assert OfLogits(model, settings, train_dataset=TRAINED, callbacks=[callback]).train().training_loss > 0
+
+
+def test_label_smoothing_gets_logits(tmp_path: Path) -> None:
+    assert trainer(tmp_path, tiny_llama(), label_smoothing_factor=0.1).train().training_loss > 0
+
+
+def test_buckets_hold_as_much_as_fp8_messages_need_unless_they_were_given(tmp_path: Path) -> None:
+    assert trainer(tmp_path, tiny_llama()).args.ddp_bucket_cap_mb == 64
+    assert trainer(tmp_path, tiny_llama(), ddp_bucket_cap_mb=8).args.ddp_bucket_cap_mb == 8
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+    prepare(tiny_llama(), FP8Config(always=True, messages=None), accelerator=accelerator)
+    assert accelerator.ddp_handler is None
+    prepare(tiny_llama(), ALWAYS, accelerator=accelerator)
+    assert accelerator.ddp_handler.bucket_cap_mb == 64
+    given = DistributedDataParallelKwargs(find_unused_parameters=True)
+    accelerator = Accelerator(mixed_precision="bf16", cpu=True, kwargs_handlers=[given])
+    prepare(tiny_llama(), ALWAYS, accelerator=accelerator)
+    assert accelerator.ddp_handler is given
+
+
+def test_a_model_that_accelerate_wrapped_is_refused() -> None:
+    model = Accelerator(mixed_precision="bf16", cpu=True).prepare(tiny_llama())
+    with pytest.raises(ValueError, match="was wrapped before it was converted to FP8"):
+        prepare(model, ALWAYS)
+    assert not any(isinstance(each, FP8Linear) for each in model.modules())
+
+
+def test_an_accelerator_in_fp32_is_refused_for_a_model_in_fp32() -> None:
+    with pytest.raises(ValueError, match='mixed_precision="bf16" of Accelerator'):
+        prepare(tiny_llama(), ALWAYS, accelerator=Accelerator(mixed_precision="no", cpu=True))
