@@ -7,8 +7,7 @@ import os
 import pytest
 import torch
 
-from fp8booster.cli.instructions import BEFORE_AMX, VARIABLE, avoid_trapping_instructions
-from tests.bf16_products import multiply_in_fp32
+from fp8booster.kernels.instructions import BEFORE_AMX, VARIABLE, avoid_trapping_instructions, multiply_bf16_in_fp32
 
 # no test needs a hub, which peft would ask for a base's config, for 20 s where none answers
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -16,7 +15,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # before any product, here and in the processes that tests start, of which a worker of pytest-xdist is one
 if avoid_trapping_instructions() is not None or os.environ.get(VARIABLE) == BEFORE_AMX:
     torch.backends.mkldnn.enabled = False  # as products do by themselves outside compiled code
-multiply_in_fp32()
+multiply_bf16_in_fp32()
 torch.set_num_threads(1)  # the tensors are small, and two threads on a busy machine wait for each other
 
 

@@ -9,7 +9,6 @@ from importlib import import_module
 import torch
 
 import fp8booster.plugins  # noqa: F401  (patches Colossal-AI before it is imported)
-from tests.bf16_products import multiply_in_fp32
 
 
 def spare_time() -> None:
@@ -47,5 +46,4 @@ def import_what_commands_do() -> None:
 
 
 import_what_commands_do()
-multiply_in_fp32()
 spare_time()

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from fp8booster.cli.instructions import avoid_trapping_instructions
 from fp8booster.cli.train.checkpoints import RUN_FILE, find_resume, is_checkpoint, read_state, require_whole
 from fp8booster.cli.train.data import folder_has_tokenizer
 from fp8booster.cli.train.key_values import fp8_config, inference_fp8_config, parse_pairs
 from fp8booster.cli.train.model_folder import build_model, folder_config, has_weights, is_folder
 from fp8booster.config import FP8Config
 from fp8booster.kernels.device import require_fp8
+from fp8booster.kernels.instructions import fit_products_to_cpu
 from fp8booster.nn.experts.fp8_experts import are_experts
 from fp8booster.nn.linear.frozen import FrozenFP8Linear
 from fp8booster.nn.quantize import quantize
@@ -99,8 +99,8 @@ def inference_device(tell: Callable[[str], None]) -> torch.device:
     """Return the GPU, or the CPU where there is none; `tell` hears what had to be done for its products."""
     if torch.cuda.is_available():
         return torch.device("cuda")
-    if (trapping := avoid_trapping_instructions()) is not None:
-        tell(trapping)
+    for sentence in fit_products_to_cpu():
+        tell(sentence)
     return torch.device("cpu")
 
 

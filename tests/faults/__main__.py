@@ -19,7 +19,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
 
-from fp8booster.cli.instructions import avoid_trapping_instructions
+from fp8booster.kernels.instructions import avoid_trapping_instructions
 from tests.faults.campaign import Done, be_quiet, judge_case, refer_to, sum_up, tell
 from tests.faults.cases import KINDS, NOT_COMPARED
 from tests.faults.subjects import SUBJECTS, prepare

@@ -15,7 +15,7 @@ from torch.utils.collect_env import get_nvidia_driver_version, run
 
 from fp8booster.cli.doctor import products
 from fp8booster.cli.doctor.problems import GPU, Colossal, Environment, Problem, find_problems
-from fp8booster.cli.instructions import avoid_trapping_instructions
+from fp8booster.kernels.instructions import avoid_trapping_instructions, multiply_bf16_in_fp32
 from fp8booster.nn.fused.attention import kernels
 from fp8booster.version import __version__
 
@@ -65,6 +65,7 @@ def _look_around() -> Environment:
         nccl=".".join(map(str, torch.cuda.nccl.version())) if distributed.is_nccl_available() else None,
         gpus=[_gpu(index) for index in range(torch.cuda.device_count())],
         instructions=avoid_trapping_instructions(),
+        bf16=multiply_bf16_in_fp32(),
         backends=[name for name in ("nccl", "gloo", "mpi") if distributed.is_backend_available(name)],
     )
 

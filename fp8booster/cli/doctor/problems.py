@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from packaging.version import Version
 
 from fp8booster.cli.doctor.products import Check
-from fp8booster.cli.instructions import BEFORE_AMX, VARIABLE
 from fp8booster.colossal.sharding import FAMILIES_OF_5, SHARDED_TRANSFORMERS
+from fp8booster.kernels.instructions import BEFORE_AMX, VARIABLE
 
 OLDEST_TORCH = "2.11"
 COLOSSALAI = "0.5.0"
@@ -37,6 +37,7 @@ class Environment:
     gpus: list[GPU]
     backends: list[str]  # backends of torch.distributed
     instructions: str | None = None  # a defect of the CPU's instructions that this process works around
+    bf16: str | None = None  # how BF16 products are computed on a CPU that has no instructions for them
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,13 @@ def _of_products(environment: Environment, checks: list[Check]) -> Iterator[Prob
         yield Problem(
             f"{environment.instructions} `fp8booster train` does the same; other programs need the variable.",
             f"export {VARIABLE}={BEFORE_AMX}",
+            False,
+        )
+    if environment.bf16 is not None:
+        yield Problem(
+            f"{environment.bf16} Commands and plugins do so by themselves; other programs call "
+            "fp8booster.kernels.instructions.multiply_bf16_in_fp32().",
+            None,
             False,
         )
 

@@ -14,9 +14,9 @@ import torch
 from filelock import FileLock, Timeout
 
 from fp8booster.checkpoints import newest_checkpoint
-from fp8booster.cli.instructions import avoid_trapping_instructions
 from fp8booster.cli.metrics import REMOVE, read_figures, read_metrics
 from fp8booster.cli.plot.run import PAGE, read_run, scales_file
+from fp8booster.kernels.instructions import fit_products_to_cpu
 from fp8booster.reading import read_record
 
 from .checkpoints import RUN_FILE, find_resume, is_own, origins, read_state, require_resumable, write_run_file
@@ -54,9 +54,9 @@ def run(given: dict[str, Any], resume: str | None, command: str) -> int:
     else:
         resumed = find_resume(resume)
         options, checkpoints = _changed(resumed.options, given), resumed.checkpoints
-    trapping = None if torch.cuda.is_available() else avoid_trapping_instructions()
-    if trapping is not None and is_main():
-        plain_console(sys.stderr).print(trapping)
+    for sentence in [] if torch.cuda.is_available() else fit_products_to_cpu():
+        if is_main():
+            plain_console(sys.stderr).print(sentence)
     # all checks come before the data, whose preparation may take long
     _require_effect(given, options)
     check_plugin(options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
 
 import pytest
@@ -51,6 +52,14 @@ def test_a_healthy_machine_has_no_problem():
 def test_a_cpu_that_traps_is_a_note_with_its_variable():
     problem = only_problem(replace(HEALTHY, instructions="This CPU traps."))
     assert problem.remedy == "export ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16"
+    assert not problem.stops_training
+
+
+def test_a_cpu_without_bf16_is_a_note_with_the_function_to_call():
+    problem = only_problem(replace(HEALTHY, bf16="This CPU multiplies in FP32."))
+    assert problem.sentence.startswith("This CPU multiplies in FP32. ")
+    module, _, function = problem.sentence.rpartition(" ")[2].removesuffix("().").rpartition(".")
+    assert callable(getattr(importlib.import_module(module), function))
     assert not problem.stops_training
 
 

@@ -1,14 +1,9 @@
 """Every Python process that has this folder on PYTHONPATH reads it.
 
-Ranks of a command multiply as those of the campaign do, with which they are compared, and one may get a signal.
+A rank of a command may get a signal.
 """
 
 import os
-
-if "TORCHELASTIC_ERROR_FILE" in os.environ:
-    from tests.bf16_products import multiply_in_fp32
-
-    multiply_in_fp32()
 
 _harm = os.environ.get("FP8BOOSTER_FAULT")  # rank, signal, number of the event, text of the first path, folder
 if _harm is not None:
