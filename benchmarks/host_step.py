@@ -58,6 +58,9 @@ class _Replays:
     def follow_stream(self) -> None:
         pass
 
+    def timer(self) -> Callable[[], Callable[[], float]]:
+        return lambda: lambda: 0.0
+
     def synchronize(self) -> None:
         pass
 

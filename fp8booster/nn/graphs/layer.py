@@ -51,9 +51,9 @@ MOST_ORDERS = 2
 MOST_MOVES = 3
 """Times that a layer is captured anew because its weights have moved."""
 
-SLOW_GPU = 0.6e15
-"""Operations a second. Where a layer's forward takes the host longer than it would take a GPU at this rate, which is
-half of what an H200 reaches, the GPU waits for the host."""
+MOST_OF_HOST = 1.5
+"""A layer's forward that takes the GPU more than so many times as long as the host is left alone: its step has no time
+in which the GPU waits, and copies into and out of graphs would cost up to 4 %."""
 
 
 class NoRoom(Exception):
@@ -66,6 +66,7 @@ class _Kind:
 
     calls: int = 0
     host_seconds: float = float("inf")
+    gpu_seconds: list[Callable[[], float | None]] = field(default_factory=list)  # of each call, once they are known
     uses: list[Use] = field(default_factory=list)
     pairs: list[GraphPair] = field(default_factory=list)
     moves: int = 0
@@ -296,7 +297,11 @@ class LayerGraphs:
         if recompute and kind.draws:
             kind.why_not = "it draws random numbers, which checkpointing must draw again"
         if not kind.pairs and kind.why_not is None and self._shared.only_where_host_limits:
-            kind.why_not = _why_leave_alone(kind, layer, given)
+            seconds = [found for measured in kind.gpu_seconds if (found := measured()) is not None]
+            if len(seconds) < len(kind.gpu_seconds):  # the GPU is so far behind that it has not come to all of them
+                self.why_not = TOO_EARLY
+                return None
+            kind.why_not = _why_leave_alone(kind.host_seconds, seconds)
         record = self._shared.record_on(given[0].device)
         if record is None:
             kind.why_not = "CUDA graphs take a GPU"
@@ -409,9 +414,12 @@ def _warm_up(
     kind.calls += 1
     allocated = (0, 0) if record is None else record.allocated()
     with collected_uses() as uses:
+        end = None if record is None else record.timer()
         drawn, began = _drawn(device), time.perf_counter()
         made = forward(*args, **kwargs)
         kind.host_seconds = min(kind.host_seconds, time.perf_counter() - began)
+        if end is not None:
+            kind.gpu_seconds.append(end())
         kind.draws |= _drawn(device) != drawn
     if record is not None:
         kind.kept, kind.passing = (now - then for now, then in zip(record.allocated(), allocated, strict=True))
@@ -419,10 +427,9 @@ def _warm_up(
     return made
 
 
-def _why_leave_alone(kind: _Kind, layer: nn.Module, given: list[Tensor]) -> str | None:
-    tokens = max((each.numel() // each.shape[-1] for each in given if each.is_floating_point()), default=0)
-    weights = sum(each.numel() for each in layer.parameters() if each.dim() > 1)
-    return None if kind.host_seconds > 2 * tokens * weights / SLOW_GPU else "the GPU takes longer than the host"
+def _why_leave_alone(host_seconds: float, gpu_seconds: list[float]) -> str | None:
+    # a GPU that waits for the host takes as long as that; the first calls compile kernels
+    return "the GPU takes longer than the host" if min(gpu_seconds) > MOST_OF_HOST * host_seconds else None
 
 
 def _drawn(device: torch.device) -> Hashable:
@@ -495,8 +502,8 @@ def capture_layers(model: nn.Module, *, only_where_host_limits: bool = False) ->
 
     Args:
         model: converted, fused and sharded before.
-        only_where_host_limits: not where the GPU takes longer for a layer than the host, as far as a count of its
-            operations tells. A later call changes this for layers that may be captured already.
+        only_where_host_limits: not where the GPU takes `MOST_OF_HOST` times as long for a layer's first forwards as the
+            host. A later call changes this for layers that may be captured already.
 
     Returns:
         The number of layers.

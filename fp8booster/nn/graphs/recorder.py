@@ -151,6 +151,21 @@ class Recorder:
 
         return replay, made
 
+    def timer(self) -> Callable[[], Callable[[], float | None]]:
+        """Begin to time the GPU's work; return what ends that, and gives what tells the seconds: None until then."""
+        stream = torch.cuda.current_stream(self._device)
+        began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        began.record(stream)
+
+        def seconds() -> float | None:
+            return began.elapsed_time(ended) / 1000 if ended.query() else None
+
+        def end() -> Callable[[], float | None]:
+            ended.record(stream)
+            return seconds
+
+        return end
+
     def synchronize(self) -> None:
         """Wait for all work of the device."""
         torch.cuda.synchronize(self._device)

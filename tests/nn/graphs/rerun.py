@@ -52,6 +52,14 @@ class Rerun:
     def follow_stream(self) -> None:
         pass
 
+    def timer(self) -> Callable[[], Callable[[], float | None]]:
+        return lambda: self.seconds
+
+    @staticmethod
+    def seconds() -> float | None:
+        """What the device takes for a forward: less than the host."""
+        return 0.0
+
     def synchronize(self) -> None:
         pass
 

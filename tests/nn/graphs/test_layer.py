@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -26,7 +27,7 @@ LAYERS = 2
 def pair_of_models(device: torch.device, family: str = "llama", **options: object) -> tuple[nn.Module, nn.Module]:
     """The same small model twice, in FP8 and fused, of which the second's layers are captured."""
     eager = build(family, torch.bfloat16).to(device).train()
-    convert_to_fp8(eager, FP8Config(always=True, **options))
+    convert_to_fp8(eager, FP8Config(always=True, cuda_graphs=False, **options))
     fuse(eager)
     captured = copy.deepcopy(eager)
     assert capture_layers(captured) == LAYERS
@@ -461,43 +462,61 @@ def test_copies_and_pickles_are_captured_anew(device: torch.device) -> None:
         assert reasons(other, device) == right == ["None"]
 
 
-TOKENS, FEATURES = 48, 64
-LIMIT = 2 * TOKENS * (2 * FEATURES * FEATURES) / 0.6e15
+FEATURES = 64
 """Seconds that a GPU of 0.6e15 operations a second takes for the matrices of `Pair`."""
 
 
 class Pair(nn.Module):
-    """Two matrices, and vectors that take no time."""
+    """Two matrices."""
 
     def __init__(self) -> None:
         super().__init__()
         self.one, self.other = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES, bias=False)
 
-    def forward(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.other(self.one(x).relu())
 
 
-@pytest.mark.usefixtures("record")
 @pytest.mark.parametrize(
-    ("seconds", "found"),
+    ("host", "gpu", "found"),
     [
-        ((9 * LIMIT, 0.9 * LIMIT, 9 * LIMIT), "the GPU takes longer than the host"),
-        ((9 * LIMIT, 1.1 * LIMIT, 9 * LIMIT), None),
+        ((9.0, 1.1, 9.0), (2.0, 9.0, 1.6), None),  # the shortest of the first calls count
+        ((9.0, 1.0, 9.0), (2.0, 9.0, 1.6), "the GPU takes longer than the host"),
+        ((9.0, 1.0, 9.0), (2.0, 9.0, None), TOO_EARLY),  # it is behind
     ],
 )
 def test_what_the_gpu_takes_longer_for_is_left_alone(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, seconds: tuple[float, ...], found: str | None
+    monkeypatch: pytest.MonkeyPatch, host: tuple[float, ...], gpu: tuple[float | None, ...], found: str | None
 ) -> None:
-    """The shortest of the first calls counts, by the tokens and the matrices."""
     monkeypatch.setattr(layer_module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    model = nn.ModuleDict({"layers": nn.ModuleList([Pair(), Pair()])}).to(device)
+    rerun = Rerun()
+    monkeypatch.setattr(recorder, "recorder_for", lambda _: rerun)
+    model = nn.ModuleDict({"layers": nn.ModuleList([Pair(), Pair()])})
     capture_layers(model, only_where_host_limits=True)
-    x, places = torch.randn(2, TOKENS // 2, FEATURES, device=device), torch.zeros(10 * TOKENS, 1, dtype=torch.int64)
     for each in (model["layers"][0], copy.deepcopy(model["layers"][1])):
-        clock = (time for each in seconds for time in (0.0, each))
+        clock = (time for each in host for time in (0.0, each))
+        took = iter([partial(lambda seconds: seconds, seconds) for seconds in gpu])
+        monkeypatch.setattr(rerun, "timer", lambda took=took: lambda: next(took))
         for _ in range(WARM_UP + 2):
-            each(x, places.to(device)).sum().backward()
+            each(torch.randn(2, 8, FEATURES)).sum().backward()
         assert captured_layers(each) == {found: 1}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("doublings", [0, 5])
+def test_the_gpu_is_timed(device: torch.device, doublings: int) -> None:
+    if device.type != "cuda":
+        pytest.skip("times a GPU")
+    timed = recorder.Recorder(device)
+    x = torch.ones(2**23 << doublings, device=device)
+    torch.cuda.synchronize()
+    end = timed.timer()
+    x.mul_(2)
+    seconds = end()
+    assert seconds() is None or doublings == 0
+    torch.cuda.synchronize()
+    # reads and writes of 4 bytes each, at 1 to 5 TB/s
+    assert 8 * len(x) / 5e12 < seconds() < 8 * len(x) / 1e12 + 5e-3
 
 
 @pytest.mark.gpu
