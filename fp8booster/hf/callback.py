@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from accelerate.state import AcceleratorState
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from fp8booster.config import FP8Config, config_or_default
-from fp8booster.hf.prepare import BUCKET_MIB, is_prepared, prepare, require_16_bits
+from fp8booster.hf.prepare import BUCKET_MIB, convert, is_prepared, require_16_bits
 
 
 class FP8Callback(TrainerCallback):
@@ -37,13 +38,13 @@ class FP8Callback(TrainerCallback):
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
-        """Convert the model."""
+        """Convert the model, which the Trainer's accelerator has not seen yet."""
         _check(args)
         require_16_bits(model, autocast=args.bf16 or args.fp16)
         if args.ddp_bucket_cap_mb is None:
             args.ddp_bucket_cap_mb = BUCKET_MIB
         fused_loss = not _is_of_trl(args) if self.fused_loss is None else self.fused_loss
-        prepare(model, self.config, fused_loss=fused_loss)
+        convert(model, self.config, state=AcceleratorState(), fused_loss=fused_loss)
 
     def on_train_begin(
         self,
@@ -64,14 +65,8 @@ class FP8Callback(TrainerCallback):
 
 def _check(args: TrainingArguments) -> None:
     """Raise ValueError where FP8 layers do not go with what a Trainer was asked for."""
-    reasons = {
-        "deepspeed": "DeepSpeed's engines were not tried; use DDP, or LowLevelZeroPlugin of fp8booster.plugins",
-        "fsdp": "FSDP of the Trainer was not tried; use DDP",
-        "use_liger_kernel": "Liger replaces the layers and the loss that are fused here; leave use_liger_kernel out",
-    }
-    for name, reason in reasons.items():
-        if getattr(args, name, None):
-            raise ValueError(f"{name} does not go with FP8Callback: {reason}")
+    if args.use_liger_kernel:
+        raise ValueError("Liger replaces the layers and the loss that are fused for FP8; leave use_liger_kernel out")
     if args.n_gpu > 1:
         raise ValueError(
             "several GPUs in one process share a model by DataParallel, which copies it at each step; start a process "

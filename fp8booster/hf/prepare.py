@@ -12,12 +12,14 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from fp8booster.comm import DDPState, average_in_fp8
 from fp8booster.config import FP8Config, config_or_default
+from fp8booster.hf.sharding import follow_sharding, name_units, why_not_sharded
 from fp8booster.kernels.device import require_fp8
 from fp8booster.nn import convert_to_fp8, fuse, report
 from fp8booster.nn.fused import use_native_loss
 
 if TYPE_CHECKING:  # neither need be installed
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
 
 BUCKET_MIB = 64
 """The size of DDP's buckets where the user gave none: inside a node smaller messages are sent uncompressed."""
@@ -37,7 +39,7 @@ def prepare(
     accelerator: Accelerator | None = None,
     fused_loss: bool = True,
 ) -> nn.Module:
-    """Let a model train in FP8, in place: FP8 layers, fused decoder layers and loss, gradients that DDP sends in FP8.
+    """Let a model train in FP8, in place: FP8 layers, fused decoder layers and loss, gradients that are sent in FP8.
 
     Call it when the model has its weights, before its optimizer is made and before `accelerator.prepare`. Parameters,
     their names and the state dict stay as they are, so `save_pretrained` writes what it would without FP8. The report
@@ -45,10 +47,11 @@ def prepare(
 
     Args:
         model: any module; transformers' language models, with peft's adapters or without, are fused too.
-        config: which layers, and how; None is `FP8Config()`. `messages=None` leaves DDP's gradients as they are.
-        accelerator: that the model is for; it is moved to its device. Gradients are sent in buckets of 64 MiB, unless
-            the accelerator was given `DistributedDataParallelKwargs`. None: the model is on the device that it trains
-            on, and whoever wraps it by DistributedDataParallel chooses the buckets.
+        config: which layers, and how; None is `FP8Config()`. `messages=None` leaves gradients as they are.
+        accelerator: that the model is for. A model that lies on one device is moved to the accelerator's; FSDP2 does so
+            itself. DDP's gradients are sent in buckets of 64 MiB, unless the accelerator was given
+            `DistributedDataParallelKwargs`. None: the model is on the device that it trains on, and whoever wraps it
+            by DistributedDataParallel chooses the buckets.
         fused_loss: compute the loss over chunks of logits. The model then gives no logits in training: turn it off
             where a loss of your own reads them.
 
@@ -57,10 +60,30 @@ def prepare(
 
     Raises:
         ValueError: the model is wrapped already, its device has no FP8 products, no layer can compute in FP8, or the
-            accelerator trains in FP32, in FP8 of its own, or by DeepSpeed or FSDP.
+            accelerator trains in FP32, in FP8 of its own, or by DeepSpeed or FSDP1.
         TypeError: the model is no module, or the configuration no FP8Config.
     """
     config = config_or_default(config)
+    if accelerator is None:
+        return convert(model, config, fused_loss=fused_loss)
+    if accelerator.mixed_precision == "fp8":
+        raise ValueError(
+            'mixed_precision="fp8" converts the model to FP8 layers of another library; give Accelerator "bf16"'
+        )
+    require_16_bits(model, autocast=accelerator.mixed_precision != "no")
+    if accelerator.ddp_handler is None and config.messages is not None:
+        accelerator.ddp_handler = _buckets()
+    return convert(model, config, state=accelerator.state, fused_loss=fused_loss)
+
+
+def convert(
+    model: nn.Module, config: FP8Config, *, state: AcceleratorState | None = None, fused_loss: bool
+) -> nn.Module:
+    """Convert a model as `prepare` does.
+
+    Args:
+        state: of the accelerator that the model is for.
+    """
     # accelerate's autocast around the forward; a second Trainer finds that of the first
     inside = "_original_forward" in vars(model)
     if isinstance(model, _WRAPPERS) or (inside and not is_prepared(model)):
@@ -68,15 +91,11 @@ def prepare(
             "the model was wrapped before it was converted to FP8; give fp8booster.hf.prepare what accelerator.prepare "
             "is given, before it"
         )
-    if accelerator is not None:
-        _check(accelerator)
-        require_16_bits(model, autocast=accelerator.mixed_precision != "no")
-        model.to(accelerator.device)
-        if accelerator.ddp_handler is None and config.messages is not None:
-            accelerator.ddp_handler = _buckets()
-    weight = next(model.parameters(), None)
-    if weight is not None and weight.device.type != "meta":
-        require_fp8(weight.device, config.emulate, config.granularity)
+    plugin = None if state is None else _sharding_of(state)
+    device = next((each.device for each in model.parameters()), torch.device("cpu")) if state is None else state.device
+    require_fp8(device, config.emulate, config.granularity)
+    if state is not None and plugin is None and getattr(model, "hf_device_map", None) is None:
+        model.to(device)  # before it is fused, for then weights of merged products lie together
     convert_to_fp8(model, config)
     fused = ""
     if config.fused and not inside:
@@ -84,7 +103,10 @@ def prepare(
         if not fused_loss:
             use_native_loss(model)
             fused += ", which is not used: fused_loss is off"
-    if config.messages is not None:
+    if plugin is not None:
+        name_units(plugin, model)
+        follow_sharding(model, config.messages)
+    elif config.messages is not None:
         average_in_fp8(model, DDPState(encoding=config.messages))
     model.__dict__[_PREPARED] = True
     _log.info("%s%s", report(model).summary(), fused)
@@ -112,15 +134,18 @@ def require_16_bits(model: nn.Module, *, autocast: bool) -> None:
         )
 
 
-def _check(accelerator: Accelerator) -> None:
-    """Raise ValueError where FP8 layers do not go with what an accelerator does."""
-    kind = accelerator.distributed_type.value
-    if kind in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
-        raise ValueError(f"FP8 layers were not tried with accelerate's {kind}; train with DDP, or with a plugin")
-    if accelerator.mixed_precision == "fp8":
+def _sharding_of(state: AcceleratorState) -> Any:
+    """Return accelerate's plugin of FSDP2, or None without it; ValueError where FP8 layers do not go with an engine."""
+    kind = state.distributed_type.value
+    if kind in ("DEEPSPEED", "MEGATRON_LM"):
         raise ValueError(
-            'mixed_precision="fp8" converts the model to FP8 layers of another library; give Accelerator "bf16"'
+            f"FP8 layers were not tried with {kind} of accelerate; use DDP or FSDP2, or LowLevelZeroPlugin of "
+            "fp8booster.plugins"
         )
+    plugin = state.fsdp_plugin if kind == "FSDP" else None
+    if plugin is not None and (reason := why_not_sharded(plugin)) is not None:
+        raise ValueError(reason)
+    return plugin
 
 
 def _buckets() -> Any:

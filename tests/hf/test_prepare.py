@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 from torch import nn
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -57,9 +59,7 @@ def test_a_configuration_of_another_type_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
-        ("deepspeed", "zero.json", "deepspeed does not go with FP8Callback: .* LowLevelZeroPlugin"),
-        ("fsdp", "full_shard", "fsdp does not go with FP8Callback: .*; use DDP"),
-        ("use_liger_kernel", True, "use_liger_kernel does not go with FP8Callback: .* leave use_liger_kernel out"),
+        ("use_liger_kernel", True, "Liger replaces .* leave use_liger_kernel out"),
         ("_n_gpu", 2, "start a process for each GPU"),
         ("bf16", False, "needs a 16-bit type, and the model is in FP32; train with bf16=True"),
     ],
@@ -72,6 +72,30 @@ def test_arguments_that_do_not_go_with_fp8_are_refused(tmp_path: Path, name: str
     with pytest.raises(ValueError, match=says):
         FP8Callback(ALWAYS).on_init_end(given, None, None, model=model)
     assert not any(isinstance(each, FP8Linear) for each in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (DistributedType.DEEPSPEED, "were not tried with DEEPSPEED of accelerate; use DDP or FSDP2"),
+        (DistributedType.MEGATRON_LM, "were not tried with MEGATRON_LM of accelerate"),
+        (DistributedType.FSDP, r"FSDP1 flattens the parameters .*; choose FSDP2, by fsdp_version=2"),
+    ],
+)
+def test_engines_that_do_not_go_with_fp8_are_refused(kind: DistributedType, says: str) -> None:
+    # the engines need not be installed, nor several ranks be there
+    plugin = SimpleNamespace(fsdp_version=1, transformer_cls_names_to_wrap=None)
+    state = SimpleNamespace(distributed_type=kind, fsdp_plugin=plugin, device=torch.device("cpu"))
+    accelerator = SimpleNamespace(mixed_precision="bf16", ddp_handler=None, state=state)
+    model = tiny_llama()
+    with pytest.raises(ValueError, match=says):
+        prepare(model, ALWAYS, accelerator=accelerator)
+    assert not any(isinstance(each, FP8Linear) for each in model.modules())
+
+
+def test_an_accelerator_that_converts_to_fp8_itself_is_refused() -> None:
+    with pytest.raises(ValueError, match="converts the model to FP8 layers of another library"):
+        prepare(tiny_llama(), ALWAYS, accelerator=SimpleNamespace(mixed_precision="fp8"))
 
 
 def test_a_model_of_16_bits_needs_no_autocast(tmp_path: Path) -> None:

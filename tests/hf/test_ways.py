@@ -49,7 +49,10 @@ def test_losses_in_fp8_are_near_those_in_bf16(runs: Runs) -> None:
 
 def test_all_layers_but_the_vocabulary_head_ran_in_fp8(runs: Runs) -> None:
     assert not any(isinstance(each, FP8Layer) for each in runs.bf16.model.modules())
-    assert {row.name for row in report(runs.fp8.model).other} == {"lm_head"}
+    told = report(runs.fp8.model)
+    assert {row.name for row in told.other} == {"lm_head"}
+    # q, k and v, and gate and up, also under autocast
+    assert "10 of them merged to 4 products" in told.summary()
     # a layer notes it when it runs
     assert any(each.in_fp8 for each in runs.fp8.model.modules() if isinstance(each, FP8Layer))
 

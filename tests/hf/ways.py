@@ -119,8 +119,9 @@ def accelerate(folder: Path, config: FP8Config | None, resume: bool) -> Run:
         if step == SAVED and not resume:
             accelerator.save_state(folder / "saved")
     evaluation = evaluate(model)
+    state = accelerator.get_state_dict(model)
     model = accelerator.unwrap_model(model)
-    model.save_pretrained(folder / "last", save_function=accelerator.save)
+    model.save_pretrained(folder / "last", state_dict=state, is_main_process=accelerator.is_main_process)
     return Run(losses, evaluation, model, folder / "last")
 
 

@@ -1,0 +1,58 @@
+"""FSDP2 as accelerate calls it: by names of classes, which fused layers no longer have, and after the conversion."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from fp8booster.comm import Encoding, compress_fsdp
+from fp8booster.nn.fsdp.handle import follow_resharding
+
+
+def why_not_sharded(plugin: Any) -> str | None:
+    """Return why FP8 layers do not go with a `FullyShardedDataParallelPlugin` of accelerate; None if they do."""
+    if plugin.fsdp_version == 1:
+        return "FSDP1 flattens the parameters that FP8 layers cast; choose FSDP2, by fsdp_version=2"
+    return None
+
+
+def name_units(plugin: Any, model: nn.Module) -> None:
+    """Give a plugin of accelerate the names that the classes of a model's units have now.
+
+    Args:
+        plugin: that names the classes to shard one by one, or leaves it to the model's `_no_split_modules`.
+        model: converted and fused.
+    """
+    names = set(plugin.transformer_cls_names_to_wrap or getattr(model, "_no_split_modules", None) or ())
+    kinds = {type(module) for module in model.modules()}
+    found = sorted(kind.__name__ for kind in kinds if names & {base.__name__ for base in kind.__mro__})
+    if found:
+        plugin.transformer_cls_names_to_wrap = found
+
+
+def follow_sharding(model: nn.Module, messages: Encoding | None) -> None:
+    """Let FP8 layers keep no weight of a model that FSDP2 will shard, and gradients be reduced in FP8.
+
+    Args:
+        model: not sharded yet; it is found at its first forward after that.
+        messages: how gradients are sent; None: not in FP8.
+    """
+    model.register_forward_pre_hook(_AtForward(messages))
+
+
+class _AtForward:
+    """Finds at a forward that FSDP2 has sharded the model. A class, for a model that is pickled."""
+
+    def __init__(self, messages: Encoding | None) -> None:
+        self.messages = messages
+        self.is_done = False
+
+    def __call__(self, model: nn.Module, _: object) -> None:
+        if self.is_done or not isinstance(model, FSDPModule):
+            return
+        self.is_done = True
+        follow_resharding(model)
+        if self.messages is not None:
+            compress_fsdp(model, gather=False, encoding=self.messages)
