@@ -31,6 +31,7 @@ from .options import TrainOptions
 
 _POLL = 0.1  # seconds between looks at the processes
 _LAUNCHER_SERVES = "TORCHELASTIC_USE_AGENT_STORE"  # in torch's environment: no rank serves the store itself
+_STOPPING = "Stopping: the step at hand is taken and saved first. Once more ends the run at once, without them."
 _LOG_TAIL = 3  # lines of a log that an error message quotes
 
 
@@ -47,6 +48,8 @@ class Task:
     """Checkpoint to continue from."""
     about: dict[str, Any] = field(default_factory=dict)
     """Facts that rank 0 keeps beside the options in the run's folder, once all ranks are ready; empty: nothing."""
+    trial: bool = False
+    """Take the steps and save nothing."""
 
     @property
     def folder(self) -> Path:
@@ -85,7 +88,8 @@ def run_ranks(task: Task, store: dist.TCPStore | None) -> bool:
     """Train in fresh processes; return True at the last step, False where a signal stopped the run.
 
     Without torchrun all ranks of this machine are started here; under it, the one that this process stands for. The
-    first SIGINT or SIGTERM lets them save and stop, the second ends them.
+    first SIGINT or SIGTERM lets them save and stop, which is told at once; the second ends them, as the first does a
+    trial.
 
     Args:
         store: of `serve_store`.
@@ -104,7 +108,7 @@ def run_ranks(task: Task, store: dist.TCPStore | None) -> bool:
         arguments = dict.fromkeys(environments, program)
         context = start_processes("train", sys.executable, arguments, environments, DefaultLogsSpecs(error_files))
         try:
-            signalled, failures = _wait(context)
+            signalled, failures = _wait(context, task.trial)
         finally:
             # where this process fails, ranks would train on without it
             context.close(signal.SIGKILL)
@@ -160,11 +164,19 @@ def _signals_restored() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _wait(context: PContext) -> tuple[bool, dict[int, ProcessFailure]]:
+def _wait(context: PContext, trial: bool) -> tuple[bool, dict[int, ProcessFailure]]:
     """Wait for the ranks' end; return whether a signal came, and how ranks failed."""
     try:
         return False, context.wait(period=_POLL).failures
     except SignalException:
+        if trial:
+            context.close(signal.SIGKILL)
+            return True, context.wait().failures
+        if is_main():
+            # from here, for a rank hears of the signal when its product or its collective ends; over the bar's line
+            erase = "\r\x1b[2K" if sys.stderr.isatty() else ""
+            sys.stderr.write(f"{erase}{_STOPPING}\n")
+            sys.stderr.flush()
         # ranks save after the step at hand, and end by themselves
         for pid in context.pids().values():
             with suppress(ProcessLookupError):

@@ -136,7 +136,8 @@ class Trainer:
             except NotFinite as error:
                 raise NotFinite(f"{error} {self._keep_last_good(saved)}") from None
             due = self._options.save and self._step % self._options.save == 0
-            if (due or stopped or self._step == self._options.steps) and self._save(stopped):
+            due = (due or stopped or self._step == self._options.steps) and not self._task.trial
+            if due and self._save(stopped):
                 saved = self._step
         if self._step == self._options.steps:
             self._write_result()

@@ -4,13 +4,36 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from typing import Any, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
 _LINES = 20  # lines of a whole run
 _SILENCE = 30.0  # seconds after which a line is due in any case
+_RECENT = 20  # steps by which the time left is estimated
+
+
+class TimeLeft:
+    """The time that a run's other steps will take, by those before."""
+
+    def __init__(self, steps: int) -> None:
+        """Begin with the first step; `steps` is the number of the last one."""
+        self._steps = steps
+        self._ends = deque([time.monotonic()], maxlen=_RECENT + 1)
+
+    def after(self, step: int) -> str:
+        """Note that a step has ended; return the time after it, as "3 min left", and nothing after the last."""
+        self._ends.append(time.monotonic())
+        seconds = (self._steps - step) * (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+        return f"{_duration(seconds)} left" if step < self._steps else ""
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 class Silent:
@@ -45,14 +68,14 @@ class Bar(Silent):
             TextColumn(f"{self._name:>4}"),
             BarColumn(bar_width=30),
             MofNCompleteColumn(),
-            TimeRemainingColumn(),
+            TextColumn("{task.fields[left]}"),
             TextColumn("{task.description}"),
             console=Console(file=self._console.file),
             refresh_per_second=2,  # it takes the interpreter from the training step
             redirect_stdout=own,
             redirect_stderr=own,
         )
-        self._task = self._progress.add_task("starting", total=None)
+        self._task = self._progress.add_task("starting", total=None, left="")
         self._figures = "no step left to do"
         self._progress.start()
         return self
@@ -67,12 +90,18 @@ class Bar(Silent):
             case "notice":
                 self._progress.console.print(values["text"], soft_wrap=True, highlight=False, markup=False)
             case "start":
+                self._left = TimeLeft(values["steps"])
                 self._progress.update(
                     self._task, total=values["steps"], completed=values["done"], description="first step"
                 )
             case "step":
                 self._figures = figures(values)
-                self._progress.update(self._task, completed=values["step"], description=self._figures)
+                self._progress.update(
+                    self._task,
+                    completed=values["step"],
+                    description=self._figures,
+                    left=self._left.after(values["step"]),
+                )
             case "done":
                 self._progress.update(self._task, description=self._figures)
 
@@ -98,11 +127,13 @@ class Lines(Silent):
                 self._print(values["text"])
             case "start":
                 self._steps = values["steps"]
+                self._left = TimeLeft(self._steps)
             case "step":
                 step = values["step"]
+                left = self._left.after(step)
                 due = step == 1 or step == self._steps or step % max(1, self._steps // _LINES) == 0
                 if due or self._overdue():
-                    self._print(f"step {step}/{self._steps}  {figures(values)}")
+                    self._print(f"step {step}/{self._steps}  {figures(values)}  {left}".rstrip())
             case "checkpoint":
                 self._print(f"saved {values['folder']}")
 

@@ -29,6 +29,7 @@ from .model_folder import is_folder, load_config, require_model, require_shareab
 from .options import PRECISIONS, TrainOptions
 from .progress import make_display, plain_console
 from .summary import layer_lines, machine, render, write_summary
+from .trial import is_sized_by_trial, steps_in_time
 
 _CHANGED_AT_ANY_TIME = {"steps", "out", "save", "keep", "progress", "cache", "nproc", "save_codes", "record"}
 """Options that change nothing in steps already taken."""
@@ -62,10 +63,11 @@ def run(given: dict[str, Any], resume: str | None, command: str) -> int:
     check_plugin(options)
     require_fp8_here(options)
     require_model(options.model, options.checkpointed_layers)
-    options = resolve(options, is_launched())
+    asked, options = options, resolve(options, is_launched())
     if is_main() and resume is None:
         _require_free(Path(options.out))
-    return _run(options, checkpoints, command, sorted(given.keys() - _CHANGED_AT_ANY_TIME))
+    asked = dataclasses.replace(asked, out=options.out)
+    return _run(asked, options, checkpoints, command, sorted(given.keys() - _CHANGED_AT_ANY_TIME))
 
 
 def _require_effect(given: dict[str, Any], options: TrainOptions) -> None:
@@ -113,7 +115,10 @@ def _locked(out: Path) -> Iterator[None]:
         raise ValueError(f"Another process is training in {out}; wait for it, or give another --out.") from None
 
 
-def _run(options: TrainOptions, checkpoints: dict[str, str], command: str, given: list[str]) -> int:
+def _run(
+    asked: TrainOptions, options: TrainOptions, checkpoints: dict[str, str], command: str, given: list[str]
+) -> int:
+    """Train with `options`, which are resolved from those that were `asked` for; return the exit status."""
     out = Path(options.out)
     done = _finished(checkpoints, options, given)
     if is_main():
@@ -127,8 +132,15 @@ def _run(options: TrainOptions, checkpoints: dict[str, str], command: str, given
     require_shareable(load_config(options.model, vocabulary, options.sequence), options.parallel)
     with _locked(out) if is_main() else nullcontext():  # nothing is written there before all is checked
         about = {"command": command, **machine(), **origins(checkpoints)}
+        sized = is_sized_by_trial(asked)
         if is_main() and not (out / RUN_FILE).exists():
-            write_run_file(options, about)
+            write_run_file(asked if sized else options, about)
+        if sized:
+            steps = steps_in_time(options, tokens)
+            if steps is None:
+                _tell_interrupted(Task(options=options, precision="bf16", tokens=tokens, resume=None))
+                return INTERRUPTED
+            options = resolve(dataclasses.replace(asked, steps=steps), launched=False)
         # after the checks: ranks wait at it for each other
         store = serve_store()
         for precision in PRECISIONS[options.precision]:

@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from fp8booster.cli.train.progress import make_display
+from fp8booster.cli.train import progress as progress_module
+from fp8booster.cli.train.progress import TimeLeft, make_display
 
 STEPS = 200
 FIGURES = {"loss": 2.5, "lr": 1e-3, "grad_norm": 1.0, "tokens_per_second": 9e3}
@@ -30,6 +31,36 @@ def test_a_log_gets_about_twenty_lines(capsys):
     steps = [line for line in lines if "step " in line and "loss" in line]
     assert len(steps) == 21  # the first and every tenth
     assert steps[-1] == "fp8: step 200/200  loss 2.5000  lr 1.00e-03  norm 1.00  9,000 tokens/s"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "steps", "left"),
+    [(9.0, 5, "27 s left"), (9.0, 200, "30 min left"), (300.0, 201, "16.6 h left"), (0.1, 3, "0 s left")],
+)
+def test_the_time_left_is_that_of_the_recent_steps(monkeypatch, seconds, steps, left):
+    now = [0.0]
+    monkeypatch.setattr(progress_module.time, "monotonic", lambda: now[0])
+    clock = TimeLeft(steps)
+    said = []
+    for step in range(1, steps + 1):
+        now[0] += seconds
+        said.append(clock.after(step))
+    assert said[1] == left
+    assert said[-1] == ""
+    later = TimeLeft(1000)
+    now[0] += 500.0  # a first step that compiles
+    later.after(1)
+    for step in range(2, 30):
+        now[0] += 1.0
+        said.append(later.after(step))
+    assert said[-1] == "16 min left"
+
+
+@pytest.mark.parametrize("progress", ["bar", "lines"])
+def test_the_time_left_is_shown(capsys, monkeypatch, progress):
+    monkeypatch.setattr(TimeLeft, "after", lambda self, step: "7 min left")
+    show(progress)
+    assert "7 min left" in capsys.readouterr().err
 
 
 def test_auto_writes_lines_where_there_is_no_terminal(capsys):

@@ -233,6 +233,7 @@ def test_a_second_signal_before_a_save_tells_what_was_lost(tmp_path, data):
     wait_until(process, lambda: all(worker.status() == psutil.STATUS_STOPPED for worker in workers))
     process.send_signal(signal.SIGTERM)
     wait_until(process, lambda: all(map(is_told_to_stop, workers)))
+    wait_until(process, lambda: "Stopping: the step at hand is taken and saved first." in process.stderr)
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate()
     assert process.returncode == 130
