@@ -149,6 +149,12 @@ def export(
             help="fine-grained, compressed-tensors, compressed-tensors-tensorwise or tensorwise; bf16: all in 16 bits."
         ),
     ] = "fine-grained",
+    engine_ranks: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Tensor parallel size of vLLM or SGLang, which refuse some shapes; 0: transformers reads it."
+        ),
+    ] = 1,
 ) -> None:
     """Write a model with its linear layers' weights in FP8, as transformers, vLLM and SGLang load it.
 
@@ -158,7 +164,9 @@ def export(
     from fp8booster.serving import export
 
     found = find_source(source)
-    done = export(found.model, out, format=format, config=found.config, masters=found.masters)
+    done = export(
+        found.model, out, format=format, config=found.config, masters=found.masters, engine_ranks=engine_ranks or None
+    )
     of_masters = f", {done.from_masters} of them cast from FP32 masters" if done.from_masters else ""
     kept = f": {', '.join(done.kept)}" if done.layers else ""
     typer.echo(f"{done.layers} linear layers in FP8{of_masters}; {len(done.kept)} in 16 bits{kept}")

@@ -23,7 +23,7 @@ from fp8booster.nn.convert import convert_to_fp8
 from fp8booster.nn.experts.fp8_experts import FP8Experts, are_experts
 from fp8booster.nn.fused import fuse_model
 from fp8booster.nn.fused.merged_layers import merged_layers
-from fp8booster.nn.linear.frozen import FrozenLayer
+from fp8booster.nn.linear.frozen import HELD, FrozenLayer
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import count_readers
 from fp8booster.training.models import attention_of, building, causal_lm
@@ -38,7 +38,7 @@ class StoredNames:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        state = model.state_dict()
+        state = state_of(model)
         self.shapes = {name: value.shape for name, value in state.items()}
         """Shapes by the names in the model."""
         self.dtypes = {name: value.dtype for name, value in state.items()}
@@ -140,6 +140,25 @@ def skeleton(config: Any, allocation: AbstractContextManager[Any] | None = None,
         model = kind._from_config(config, attn_implementation=attention, **options)
     model.tie_weights()
     return model
+
+
+def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors of a model's state dict by name, as they are: a rank's part, or none in 16 bits.
+
+    A frozen layer's weight has no memory, and its FP8 values and scales are left out.
+    """
+    state: dict[str, torch.Tensor | None] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        own = {**module._parameters, **module._buffers}
+        for name in module._non_persistent_buffers_set:
+            del own[name]
+        if isinstance(module, FrozenLayer):
+            # a look at its weight would decode it
+            shape = module.fp8_shape[::-1] if module.weight_is_transposed else module.fp8_shape
+            bias = {name: value for name, value in own.items() if name not in HELD}
+            own = {"weight": torch.empty(shape, dtype=module.weight_dtype, device="meta"), **bias}
+        state.update({f"{path}.{name}" if path else name: value for name, value in own.items()})
+    return {name: value for name, value in state.items() if value is not None}
 
 
 def names_of_each(model: nn.Module) -> Collection[list[str]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 
@@ -19,14 +20,19 @@ from fp8booster.config import FP8Config
 from fp8booster.formats import E4M3, HIGH_PRECISION
 from fp8booster.kernels.scales import amax_of
 from fp8booster.nn.adapters import changes_base, is_adapted, merged_weight
-from fp8booster.nn.linear.frozen import INPUT_AMAX, SCALE, FrozenLayer
+from fp8booster.nn.fused.merged_layers import MergedLayers, merged_layers
+from fp8booster.nn.linear.frozen import FrozenLayer
 from fp8booster.nn.linear.layer import FP8Layer
+from fp8booster.nn.modules import wait_for_parameters
+from fp8booster.nn.weights.source import CachedWeight
 from fp8booster.reading import COPY_AGAIN, faults_named, first_line, first_of, read_record, require_file
+from fp8booster.scaling import RealTime
 from fp8booster.serving.formats import CheckpointFormat, granularity_of, require_finite, require_stored
-from fp8booster.serving.layout import Layout, layout_of, layout_of_config, skeleton
+from fp8booster.serving.gathering import gathered, gathered_dtypes, is_colossal, is_sharded
+from fp8booster.serving.layout import Layout, StoredNames, layout_of, layout_of_config, skeleton, state_of
 from fp8booster.serving.shards import Masters
 from fp8booster.serving.stored import StoredModel
-from fp8booster.tensor import stored_scale
+from fp8booster.tensor import QuantizedMatrix, stored_scale
 from fp8booster.training.adapters import ADAPTER_CONFIG, ADAPTER_FILE
 from fp8booster.training.models import causal_lm
 
@@ -113,41 +119,42 @@ class Live(Source):
     """A model in memory.
 
     Args:
-        model: whole in this process, converted or not.
+        model: converted or not. What ranks divide is gathered tensor by tensor, by all of them in the same order.
         config: None is that of a converted model's layers, or `FP8Config()`.
         in_fp8: layers are to be written in FP8.
+
+    Raises:
+        TypeError, ValueError: as `fp8booster.serving.tensors`.
     """
 
     def __init__(self, model: nn.Module, config: FP8Config | None, *, in_fp8: bool = True) -> None:
-        if not hasattr(model, "save_pretrained"):
-            raise TypeError(f"{type(model).__name__} is no model of transformers; unwrap it, or export its checkpoint")
-        if any(map(is_adapted, model.modules())):
-            raise ValueError("the model has adapters beside its weights; merge them first: model.merge_and_unload()")
         super().__init__()
-        self._model: Any = model
+        self._model = model = bare_model(model)
         layers = {name: module for name, module in model.named_modules() if isinstance(module, FP8Layer)}
-        frozen = {name for name, layer in layers.items() if isinstance(layer, FrozenLayer)}
-        if any(layer.fp8_weight.lacks_values for name, layer in layers.items() if name not in frozen):
-            raise ValueError(
-                "the model's weights have no values in 16 bits (WeightCopies.high_precision); save it with "
-                "booster.save_model, and export that folder"
-            )
         self._layers = {f"{name}.weight": layer for name, layer in layers.items()}
+        self._merged: dict[FP8Layer, MergedLayers] = {
+            layer: merged for merged in merged_layers(model) if merged.why_not_merged is None for layer in merged.layers
+        }
+        self._tensors = state_of(model)
+        self._dtypes = gathered_dtypes(model)
+        self._whole: dict[str, torch.Tensor] = {}
+        """What was gathered of the weights that share a scale, by the names in the model."""
+        self.is_sharded = any(map(is_sharded, self._tensors.values()))
+        """Ranks hold parts of the model."""
         # a converted model has chosen its layers, unless it is asked for others; frozen ones cannot change
-        if not in_fp8 or (layers and (config is None or frozen)):
-            self.fp8_config = config or next((layer.fp8_config for layer in layers.values()), FP8Config())
+        frozen = any(isinstance(layer, FrozenLayer) for layer in layers.values())
+        own = not in_fp8 or (bool(layers) and (config is None or frozen))
+        chosen = next((layer.fp8_config for layer in layers.values()), FP8Config()) if own else FP8Config()
+        self.fp8_config = config or chosen
+        divided = any(map(is_colossal, self._tensors.values()))
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            _require_all_tensors(model, divided)
+        if own and not divided:
             self.layout = layout_of(model, in_fp8=in_fp8)
         else:
-            self.fp8_config = config or FP8Config()
-            self.layout = layout_of_config(model.config, self.fp8_config)
-        of_casts = {f"{name}.{end}" for name in frozen for end in (SCALE, INPUT_AMAX)}
-        self._tensors = {name: value for name, value in model.state_dict().items() if name not in of_casts}
+            # shardformer's layers have the shapes of a rank
+            self.layout = layout_of_config(self._model.config, self.fp8_config if in_fp8 else None)
         self.dtype = _half_of(value.dtype for value in self._tensors.values())
-        names = self.layout.names
-        shapes = {name: shape for name, shape in self.layout.shapes.items() if names.origin[name] not in of_casts}
-        self.layout = dataclasses.replace(self.layout, shapes=shapes)
-        found = [part for name, value in self._tensors.items() for part in names.parts(name, value).items()]
-        _require_shapes(self.layout, {name: value.shape for name, value in found}, "the model")
 
     @property
     def names(self) -> Iterable[str]:
@@ -160,21 +167,58 @@ class Live(Source):
         if isinstance(layer, FrozenLayer):
             values = layer.quantized.dequantize(*layer.fp8_shape)
             return values.t() if layer.weight_is_transposed else values
-        return self.layout.names.part(name, self._tensors[origin])
+        if layer is not None and layer.fp8_weight.lacks_values:
+            raise ValueError(
+                f"{name} has no values in 16 bits between two steps (WeightCopies.high_precision); use a format with "
+                "the scales of training, or save the model with booster.save_model, and export that folder"
+            )
+        return self.layout.names.part(name, self._value(name, origin)).detach()
+
+    def _value(self, name: str, origin: str) -> torch.Tensor:
+        tensor = self._tensors[origin]
+        if not is_sharded(tensor):
+            return tensor
+        # each is read twice where several share a scale: for the amax of all, and for its cast
+        together = {self.layout.names.origin[each] for each in self.layout.groups.get(name, (name,))}
+        self._whole = {other: whole for other, whole in self._whole.items() if other in together}
+        if origin not in self._whole:
+            self._whole[origin] = gathered(tensor, self._dtypes.get(id(tensor)))
+        return self._whole[origin]
 
     def made(self, name: str, chosen: CheckpointFormat, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
         layer = self._layers.get(self.layout.names.origin[name])
-        if layer is None or not layer.fp8_weight.is_provided([layer.held_weight]):
+        if layer is None or is_sharded(layer.held_weight):
             return None
         config = layer.fp8_config
         if isinstance(layer, FrozenLayer):
             _require_granularity(name, config.granularity, chosen)
         elif (config.granularity, config.power_of_two) != (chosen.granularity, power_of_two):
             return None
-        # the bytes that training multiplied by, not another cast of the same value
-        quantized = layer.fp8_weight.forward([layer.held_weight], layer.fp8_casts, transpose=False)
         rows, columns = layer.held_weight.shape
-        return quantized.data[:rows, :columns], stored_scale(quantized.inverse_scale, rows, columns)
+        # the bytes that training multiplied by, not another cast of the same value
+        if layer.fp8_weight.is_provided([layer.held_weight]):
+            quantized, first = layer.fp8_weight.forward([layer.held_weight], layer.fp8_casts, transpose=False), 0
+        elif (found := self._fresh(name, layer)) is not None:
+            quantized, first = found
+        else:
+            return None
+        return quantized.data[first : first + rows, :columns], stored_scale(quantized.inverse_scale, rows, columns)
+
+    def _fresh(self, name: str, layer: FP8Layer) -> tuple[QuantizedMatrix, int] | None:
+        """Return what a layer multiplied by in training since the last step, and the first of its rows there."""
+        one: Any = layer if self.layout.groups[name] == (name,) else self._merged.get(layer)
+        # scales that training remembers are none of the weight as it is
+        if one is None or not layer.training or not isinstance(one.fp8_casts.scaling, RealTime):
+            return None
+        source, weights = one.fp8_weight, [layer.held_weight] if one is layer else one.weights
+        # rows of several layers have finer scales of their own only where no block reaches over two layers
+        if not isinstance(source, CachedWeight) or (one is not layer and layer.fp8_config.finer_scales):
+            return None
+        fresh = source.fresh(weights, one.fp8_casts)
+        if fresh is None:
+            return None
+        before = [] if one is layer else weights[: one.layers.index(layer)]
+        return fresh, sum(map(len, before))
 
     def record(self) -> dict[str, Any]:
         config = json.loads(self._model.config.to_json_string(use_diff=False))
@@ -341,6 +385,55 @@ class Merged(Folder):
     def copy_files(self, folder: Path) -> None:
         super().copy_files(folder)
         _copy_beside(self._adapter_folder, folder)  # the tokenizer that adapters were trained with
+
+
+_OWN_MEMORY = ("FullyShardedDataParallel", "GeminiDDP")
+"""Classes of FSDP1 and Gemini, by name: to import them takes seconds."""
+
+_SAVE = "save it with booster.save_model, and export that folder"
+
+
+def bare_model(model: nn.Module) -> Any:
+    """Return the model of transformers within wrappers of Colossal-AI, DDP and the compiler, its parameters arrived.
+
+    Raises:
+        TypeError: there is none.
+        ValueError: it has adapters beside its weights, or an engine keeps parameters where nobody else finds them.
+    """
+    bare: Any = model
+    for module in (model, *model.modules()):  # Gemini's wrapper is none of its modules
+        engine = next((kind.__name__ for kind in type(module).__mro__ if kind.__name__ in _OWN_MEMORY), None)
+        if engine is not None:
+            raise ValueError(
+                f"{engine} lays parameters into memory of its own; {_SAVE}, or use FSDP2 or LowLevelZeroPlugin"
+            )
+    # a compiled model passes on what it is asked for, and its modules have other names
+    while "_orig_mod" in bare._modules or not hasattr(bare, "save_pretrained"):
+        inner = bare._modules.get("_orig_mod", bare._modules.get("module"))
+        if inner is None:
+            raise TypeError(f"{type(model).__name__} is no model of transformers; unwrap it, or export its checkpoint")
+        # ZeRO may gather late, beside the next forward
+        if hasattr(bare, "_force_wait_all_gather"):
+            bare._force_wait_all_gather()
+        bare = inner
+    if any(map(is_adapted, bare.modules())):
+        raise ValueError("the model has adapters beside its weights; merge them first: model.merge_and_unload()")
+    for module in bare.modules():
+        wait_for_parameters(module)
+    return bare
+
+
+def _require_all_tensors(model: Any, divided: bool) -> None:
+    """Raise ValueError for a stage of a pipeline, or some of the experts, which would be taken for the model.
+
+    Args:
+        divided: parameters may have the shapes of a rank.
+    """
+    whole = layout_of_config(model.config, None)
+    there = StoredNames(model).stored_shapes
+    if divided:
+        there = {name: whole.shapes.get(name, shape) for name, shape in there.items()}
+    _require_shapes(whole, there, "this process")
 
 
 def _adapters_of(folder: Path, model: nn.Module) -> nn.Module:

@@ -1,7 +1,6 @@
 """Exports a model, or a checkpoint of one, with the weights of its linear layers in FP8.
 
-One tensor after the other: a file's worth of them is in memory at once. The bytes are those that training multiplied
-by, where the format has the scales that training had: the same cast of the same value.
+One tensor after the other: a file's worth of them is in memory at once.
 """
 
 from __future__ import annotations
@@ -10,20 +9,15 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from fp8booster.config import FP8Config
 from fp8booster.files import new_folder
-from fp8booster.formats import E4M3, stored_fault
 from fp8booster.reading import read_record
-from fp8booster.serving.formats import CHECKPOINT_FORMATS, IN_16_BITS, CheckpointFormat, require_finite
+from fp8booster.serving.handover import encoded, format_of, require_exportable
 from fp8booster.serving.shards import ShardWriter
-from fp8booster.serving.sources import Folder, Live, Merged, Source, require_floating
+from fp8booster.serving.sources import Folder, Live, Merged, Source
 from fp8booster.training.adapters import ADAPTER_CONFIG
-
-FORMAT_NAMES = (*CHECKPOINT_FORMATS, IN_16_BITS)
-"""Formats that `export` takes."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +44,7 @@ def export(
     config: FP8Config | None = None,
     masters: str | Path | None = None,
     shard_bytes: int = 5 * 2**30,
+    engine_ranks: int | None = 1,
 ) -> Exported:
     """Write a model to a new folder, its linear layers' weights in FP8, as engines load it, or all in 16 bits.
 
@@ -67,26 +62,25 @@ def export(
         masters: for a folder, that of the FP32 master weights which ranks saved under ZeRO, where it gathers weights in
             FP8: what it cast. None: the values in the folder are cast.
         shard_bytes: of a file, at most.
+        engine_ranks: tensor parallel size of the vLLM or SGLang that will serve the model. With "fine-grained" they
+            take only some shapes of merged and divided layers. None: another reader, as transformers, takes all.
 
     Raises:
-        ValueError: the format is not known, the folder is there, the model cannot be exported or read.
+        ValueError: the format is not known, the folder is there, the model cannot be exported or read, or an engine
+            would refuse a shape.
         OSError: the disk did not take it. Nothing is left then.
     """
-    if format not in FORMAT_NAMES:
-        raise ValueError(f"there is no format {format!r}; use one of {', '.join(FORMAT_NAMES)}")
-    folder = Path(folder)
+    chosen, folder = format_of(format), Path(folder)
     # before the model is read, which may take minutes
     if folder.exists():
         raise ValueError(f"{folder} is there already; give a folder that is not")
-    chosen = CHECKPOINT_FORMATS.get(format)
     source = _source_of(model, config, None if masters is None else Path(masters), in_fp8=chosen is not None)
-    if chosen is not None and source.fp8_config.weight_format is not E4M3:
-        trained = source.fp8_config.weight_format
-        raise ValueError(f"the weights train in {trained}, and engines load float8_e4m3fn; use the format bf16")
+    require_exportable(source, chosen, engine_ranks)
     # under another name until whole: an engine that watches the folder must not load half a model
     with new_folder(folder) as part:
         writer = ShardWriter(part, shard_bytes)
-        _write_tensors(source, chosen, writer)
+        for name, tensor in encoded(source, chosen):
+            writer.add(name, tensor)
         writer.close()
         source.copy_files(part)
         record = {key: value for key, value in source.record().items() if key not in ("torch_dtype", "dtype")}
@@ -111,37 +105,16 @@ def _source_of(
     if isinstance(model, nn.Module):
         if masters is not None:
             raise ValueError("masters go with the folder of a model; leave them out for a model in memory")
-        return Live(model, config, in_fp8=in_fp8)
+        live = Live(model, config, in_fp8=in_fp8)
+        if live.is_sharded:
+            raise ValueError(
+                "each rank holds a part of the model; save it with booster.save_model, and export that folder, or hand "
+                "it to an engine by fp8booster.serving.tensors"
+            )
+        return live
     folder = Path(model)
     if not (folder / ADAPTER_CONFIG).is_file():
         return Folder(folder, config, masters, in_fp8=in_fp8)
     if masters is not None:
         raise ValueError(f"{folder} holds adapters, which are merged as they are; leave masters out")
     return Merged(folder, config, in_fp8=in_fp8)
-
-
-def _write_tensors(source: Source, chosen: CheckpointFormat | None, writer: ShardWriter) -> None:
-    power_of_two = chosen is not None and chosen.power_of_two(source.fp8_config)
-    layout, names = source.layout, source.layout.names
-    for name in source.names:
-        if chosen is None or name not in layout.groups:
-            tensor = source.tensor(name)
-            # buffers, as a router's bias for the choice of experts, have the type that the model gives them
-            half = tensor.dtype in (torch.float32, torch.float64) and name in layout.parameters
-            written = tensor.to(source.dtype) if half else tensor
-            if name in layout.parameters or names.dtypes[names.origin[name]].is_floating_point:
-                require_floating(name, written)
-            require_finite(name, written)
-            writer.add(layout.first_name.get(name, name), written)  # transformers 4 reads a tied weight by that
-            continue
-        made = source.made(name, chosen, power_of_two)
-        if made is None:
-            # weights that training multiplies as one have one scale, and engines fuse them too
-            amax = source.shared_amax(name) if chosen.granularity == "tensorwise" else None
-            made = chosen.cast(source.castable(name), power_of_two=power_of_two, amax=amax)
-        data, scale = made
-        if fault := stored_fault(data, scale):
-            raise ValueError(f"{name} cannot be exported: {fault}; export an earlier checkpoint")
-        writer.add(name, data)
-        stored = scale.reshape(chosen.shape_of_one) if scale.dim() == 0 else scale
-        writer.add(name.removesuffix("weight") + chosen.scale_name, stored)

@@ -159,7 +159,7 @@ def test_names_with_brackets_are_shown_as_they_are(folder, tmp_path):
 def test_what_cannot_be_evaluated_is_refused_in_a_sentence(folder, data, tmp_path):
     tiny_llama().save_pretrained(tmp_path / "bare")
     write_model(tmp_path / "larger", vocabulary=528)
-    export(folder, tmp_path / "fine-grained")
+    export(folder, tmp_path / "fine-grained", engine_ranks=None)
     for arguments, words in (
         ((tmp_path, *data), "neither a run, nor a checkpoint"),
         ((tmp_path / "bare", *data), "holds no tokenizer"),

@@ -38,7 +38,8 @@ def export(*arguments: object) -> str:
 
 
 def test_a_run_is_exported_from_its_masters_and_trained_on(run, data, tmp_path):
-    done = run_program("fp8booster", "export", run, tmp_path / "fp8", environment=ENVIRONMENT)
+    options = ("--engine-ranks", "0")
+    done = run_program("fp8booster", "export", run, tmp_path / "fp8", *options, environment=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
     assert "28 linear layers in FP8, 28 of them cast from FP32 masters; 1 in 16 bits: lm_head" in done.stdout
     assert "step-00000002" in done.stdout
@@ -79,7 +80,7 @@ def test_what_is_not_sent_in_fp8_is_not_cast_from_masters(run, tmp_path):
 
 def test_a_model_is_exported(tmp_path):
     tiny_llama().save_pretrained(tmp_path / "model")
-    printed = export(tmp_path / "model", tmp_path / "out")
+    printed = export(tmp_path / "model", tmp_path / "out", "--engine-ranks", 0)
     assert printed.startswith("14 linear layers in FP8; 1 in 16 bits: lm_head\n")
 
 

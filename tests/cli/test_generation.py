@@ -81,7 +81,7 @@ def kept(told: str) -> tuple[float, float]:
 def test_fp8_goes_on_from_the_prompt_with_fp8_keys_and_values(exported, folder, tmp_path):
     checkpoint = folder
     if exported:
-        checkpoint = export(folder, tmp_path / "fp8").folder
+        checkpoint = export(folder, tmp_path / "fp8", engine_ranks=None).folder
     (printed, told), (other, in_fp8) = (generate(checkpoint, "--kv-cache", kind) for kind in ("bf16", "fp8"))
     for text in (printed, other):
         assert text.startswith(PROMPT)

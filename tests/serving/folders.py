@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
-from fp8booster import export
+import fp8booster
+
+export = partial(fp8booster.export, engine_ranks=None)
+"""For models of any size: `tests/serving/test_engines.py` has those that engines refuse."""
 
 
 def files(folder: Path) -> dict[str, torch.Tensor]:

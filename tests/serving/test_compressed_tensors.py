@@ -8,8 +8,9 @@ import pytest
 import torch
 import transformers
 
-from fp8booster import export, load_fp8
+from fp8booster import load_fp8
 from tests.colossal.models import tiny_llama, token_batch
+from tests.serving.folders import export
 
 pytest.importorskip("compressed_tensors", reason="installed with transformers 5: make test-transformers5")
 

@@ -24,7 +24,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from fp8booster import FP8Config, convert_to_fp8, export, fuse, load_fp8, quantize
+from fp8booster import FP8Config, convert_to_fp8, fuse, load_fp8, quantize
 from fp8booster import files as files_of_disk
 from fp8booster.config import Formats
 from fp8booster.nn.fused.merged_layers import merged_layers
@@ -36,7 +36,7 @@ from fp8booster.serving.layout import layout_of, layout_of_config
 from tests.colossal.models import VOCABULARY, tiny_llama, token_batch
 from tests.nn.fused.models import build
 from tests.nn.models import tiny_gpt2
-from tests.serving.folders import bits, equal, exported, files
+from tests.serving.folders import bits, equal, export, exported, files
 
 FORMATS = list(CHECKPOINT_FORMATS)
 TRANSFORMERS_5 = transformers.__version__.startswith("5.")

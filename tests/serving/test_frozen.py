@@ -15,10 +15,11 @@ from transformers import AutoConfig, LlamaForCausalLM
 from fp8booster import FP8Config, FP8Linear, convert_to_fp8
 from fp8booster.config import Formats
 from fp8booster.nn import FrozenFP8Linear
-from fp8booster.serving import export, load_fp8, read
+from fp8booster.serving import load_fp8, read
 from fp8booster.serving.formats import CHECKPOINT_FORMATS
 from fp8booster.serving.read import fill, load_frozen, random_frozen
 from tests.colossal.models import tiny_llama, token_batch
+from tests.serving.folders import export
 
 
 @pytest.fixture(scope="module")

@@ -17,12 +17,13 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM, OPTConfig, OPTForCausalLM
 from typer.testing import CliRunner
 
-from fp8booster import FP8Config, export, load_fp8
+from fp8booster import FP8Config, load_fp8
 from fp8booster.cli.main import app
 from fp8booster.cli.train.model_folder import has_weights, require_buildable
 from fp8booster.serving.read import load_frozen, load_model
 from tests.cli.model_folders import TEXT, write_model
 from tests.nn.models import tiny_llama
+from tests.serving.folders import export
 
 NORM, UP, HEAD = "model.norm.weight", "model.layers.0.mlp.up_proj.weight", "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"

@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from fp8booster import FP8Config, export, load_fp8
+from fp8booster import FP8Config, load_fp8
 from fp8booster.nn.quantize import freeze
 from fp8booster.serving.formats import CHECKPOINT_FORMATS
 from fp8booster.serving.sources import Merged
 from fp8booster.training.adapters import ADAPTER_CONFIG, ADAPTER_FILE
 from tests.colossal.models import tiny_llama, token_batch
 from tests.nn.models import tiny_gpt2
-from tests.serving.folders import bits, files
+from tests.serving.folders import bits, export, files
 
 peft = pytest.importorskip("peft")
 

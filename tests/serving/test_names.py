@@ -20,9 +20,10 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from fp8booster import FP8Config, convert_to_fp8, export, fuse, load_fp8
+from fp8booster import FP8Config, convert_to_fp8, fuse, load_fp8
 from fp8booster.serving.formats import CHECKPOINT_FORMATS
 from fp8booster.serving.read import load_frozen
+from tests.serving.folders import export
 
 MAJOR = int(transformers.__version__.split(".")[0])
 SIZES = {

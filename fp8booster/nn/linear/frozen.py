@@ -45,6 +45,9 @@ before_decoding: list[Callable[[], object]] = []
 _KEEP_TYPES = ("fp8_inverse_scale", INPUT_AMAX)
 """Parameters of float32, whatever the model's dtype becomes."""
 
+HELD = ("fp8_data", *_KEEP_TYPES)
+"""Parameters that stand for the weight."""
+
 
 class FrozenLayer(FP8Layer):
     """An FP8 layer whose weight is kept in FP8 alone, and not trained.
@@ -84,7 +87,7 @@ class FrozenLayer(FP8Layer):
     def revert(self) -> None:
         """Turn the layer into what it was, in place, its weight of the values that it has."""
         weight = nn.Parameter(self.weight, requires_grad=False)
-        for name in (*_KEEP_TYPES, "fp8_data", "fp8_casts", "in_fp8", "weight_dtype", "fp8_shape"):
+        for name in (*HELD, "fp8_casts", "in_fp8", "weight_dtype", "fp8_shape"):
             delattr(self, name)
         change_class(self, self.original)
         self.register_parameter("weight", weight)
