@@ -9,7 +9,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from fp8booster.config import FP8Config, config_or_default
-from fp8booster.hf.prepare import BUCKET_MIB, convert, is_prepared, require_16_bits
+from fp8booster.hf.prepare import BUCKET_MIB, convert, is_prepared
 
 
 class FP8Callback(TrainerCallback):
@@ -40,7 +40,6 @@ class FP8Callback(TrainerCallback):
     ) -> None:
         """Convert the model, which the Trainer's accelerator has not seen yet."""
         _check(args)
-        require_16_bits(model, autocast=args.bf16 or args.fp16)
         if args.ddp_bucket_cap_mb is None:
             args.ddp_bucket_cap_mb = BUCKET_MIB
         fused_loss = not _is_of_trl(args) if self.fused_loss is None else self.fused_loss

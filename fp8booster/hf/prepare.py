@@ -66,11 +66,6 @@ def prepare(
     config = config_or_default(config)
     if accelerator is None:
         return convert(model, config, fused_loss=fused_loss)
-    if accelerator.mixed_precision == "fp8":
-        raise ValueError(
-            'mixed_precision="fp8" converts the model to FP8 layers of another library; give Accelerator "bf16"'
-        )
-    require_16_bits(model, autocast=accelerator.mixed_precision != "no")
     if accelerator.ddp_handler is None and config.messages is not None:
         accelerator.ddp_handler = _buckets()
     return convert(model, config, state=accelerator.state, fused_loss=fused_loss)
@@ -91,6 +86,8 @@ def convert(
             "the model was wrapped before it was converted to FP8; give fp8booster.hf.prepare what accelerator.prepare "
             "is given, before it"
         )
+    if state is not None:
+        _check_precision(model, state.mixed_precision)
     plugin = None if state is None else _sharding_of(state)
     device = next((each.device for each in model.parameters()), torch.device("cpu")) if state is None else state.device
     require_fp8(device, config.emulate, config.granularity)
@@ -118,16 +115,15 @@ def is_prepared(model: nn.Module) -> bool:
     return _PREPARED in vars(model)
 
 
-def require_16_bits(model: nn.Module, *, autocast: bool) -> None:
-    """Raise ValueError where what is not in FP8 would be computed in FP32.
-
-    Args:
-        model: not converted yet.
-        autocast: it will run under autocast to a 16-bit type.
-    """
+def _check_precision(model: nn.Module, mixed_precision: str) -> None:
+    """Raise ValueError where accelerate would compute in FP32, or in FP8 layers of another library."""
+    if mixed_precision == "fp8":
+        raise ValueError(
+            'mixed_precision="fp8" converts the model to FP8 layers of another library; give accelerate "bf16"'
+        )
     # the embedding, as a rule: adapters are in FP32 in models of 16 bits too
     first = next((each.dtype for each in model.parameters() if each.is_floating_point()), None)
-    if first == torch.float32 and not autocast:
+    if first == torch.float32 and mixed_precision == "no":
         raise ValueError(
             "what is not in FP8 needs a 16-bit type, and the model is in FP32; train with bf16=True of "
             'TrainingArguments or mixed_precision="bf16" of Accelerator, or load the model in BF16'

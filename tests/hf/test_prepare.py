@@ -61,7 +61,6 @@ def test_a_configuration_of_another_type_is_refused() -> None:
     [
         ("use_liger_kernel", True, "Liger replaces .* leave use_liger_kernel out"),
         ("_n_gpu", 2, "start a process for each GPU"),
-        ("bf16", False, "needs a 16-bit type, and the model is in FP32; train with bf16=True"),
     ],
 )
 def test_arguments_that_do_not_go_with_fp8_are_refused(tmp_path: Path, name: str, value: object, says: str) -> None:
@@ -85,8 +84,8 @@ def test_arguments_that_do_not_go_with_fp8_are_refused(tmp_path: Path, name: str
 def test_engines_that_do_not_go_with_fp8_are_refused(kind: DistributedType, says: str) -> None:
     # the engines need not be installed, nor several ranks be there
     plugin = SimpleNamespace(fsdp_version=1, transformer_cls_names_to_wrap=None)
-    state = SimpleNamespace(distributed_type=kind, fsdp_plugin=plugin, device=torch.device("cpu"))
-    accelerator = SimpleNamespace(mixed_precision="bf16", ddp_handler=None, state=state)
+    state = SimpleNamespace(distributed_type=kind, fsdp_plugin=plugin, mixed_precision="bf16")
+    accelerator = SimpleNamespace(ddp_handler=None, state=state)
     model = tiny_llama()
     with pytest.raises(ValueError, match=says):
         prepare(model, ALWAYS, accelerator=accelerator)
@@ -94,11 +93,20 @@ def test_engines_that_do_not_go_with_fp8_are_refused(kind: DistributedType, says
 
 
 def test_an_accelerator_that_converts_to_fp8_itself_is_refused() -> None:
+    accelerator = SimpleNamespace(ddp_handler=None, state=SimpleNamespace(mixed_precision="fp8"))
     with pytest.raises(ValueError, match="converts the model to FP8 layers of another library"):
-        prepare(tiny_llama(), ALWAYS, accelerator=SimpleNamespace(mixed_precision="fp8"))
+        prepare(tiny_llama(), ALWAYS, accelerator=accelerator)
 
 
-def test_a_model_of_16_bits_needs_no_autocast(tmp_path: Path) -> None:
+def test_a_trainer_in_fp32_is_refused_for_a_model_in_fp32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # transformers 4.51 leaves it there, and accelerate reads it
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    with pytest.raises(ValueError, match="needs a 16-bit type, and the model is in FP32; train with bf16=True"):
+        trainer(tmp_path, tiny_llama(), bf16=False)
+
+
+def test_a_model_of_16_bits_needs_no_autocast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     made = trainer(tmp_path, tiny_llama().bfloat16(), bf16=False)
     made.train()
     made.save_model(str(tmp_path / "last"))
