@@ -28,7 +28,7 @@ def tensors(
 
     Linear layers are in FP8 as `export` writes them: E4M3 `weight`, and next to it its float32 scale. One layer after
     the other is cast, and no copy of the model is made. A tensor may lie in the memory of the model, so copy or send it
-    before the next optimizer step, and do not write to it.
+    before the next optimizer step, and do not write to it. Adapters of peft are merged in what is yielded.
 
     Under tensor parallelism, and FSDP2, each tensor is gathered when its turn comes and is yielded whole on each rank,
     for engines divide tensors by themselves. All ranks iterate to the end then.
@@ -41,7 +41,7 @@ def tensors(
 
     Raises:
         ValueError: the format is not known, the engine would refuse a shape, values are not finite, or the model cannot
-            be handed over: it has adapters beside its weights, or a rank cannot gather what others hold.
+            be handed over: a rank cannot gather what others hold, or adapters cannot be merged.
         TypeError: it is no model of transformers.
     """
     chosen = format_of(format)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import sys
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ from fp8booster.reading import COPY_AGAIN, faults_named, first_line, first_of, r
 from fp8booster.scaling import RealTime
 from fp8booster.serving.formats import CheckpointFormat, granularity_of, require_finite, require_stored
 from fp8booster.serving.gathering import gathered, gathered_dtypes, is_colossal, is_sharded
-from fp8booster.serving.layout import Layout, StoredNames, layout_of, layout_of_config, skeleton, state_of
+from fp8booster.serving.layout import Layout, layout_of, layout_of_config, skeleton, state_of
 from fp8booster.serving.shards import Masters
 from fp8booster.serving.stored import StoredModel
 from fp8booster.tensor import QuantizedMatrix, stored_scale
@@ -130,17 +131,23 @@ class Live(Source):
     def __init__(self, model: nn.Module, config: FP8Config | None, *, in_fp8: bool = True) -> None:
         super().__init__()
         self._model = model = bare_model(model)
+        adapters = adapters_in(model)
+        self._adapters = {f"{name}.weight": module for name, module in adapters.items()}
+        self.merged = len(adapters)
         layers = {name: module for name, module in model.named_modules() if isinstance(module, FP8Layer)}
+        layers = _without_adapters(layers, adapters)
         self._layers = {f"{name}.weight": layer for name, layer in layers.items()}
         self._merged: dict[FP8Layer, MergedLayers] = {
             layer: merged for merged in merged_layers(model) if merged.why_not_merged is None for layer in merged.layers
         }
-        self._tensors = state_of(model)
+        self._tensors = _without_adapters(state_of(model), adapters)
         self._dtypes = gathered_dtypes(model)
         self._whole: dict[str, torch.Tensor] = {}
-        """What was gathered of the weights that share a scale, by the names in the model."""
+        """What was gathered, or merged, of the weights that share a scale, by the names in the model."""
         self.is_sharded = any(map(is_sharded, self._tensors.values()))
         """Ranks hold parts of the model."""
+        if adapters and self.is_sharded:
+            raise ValueError(f"ranks hold parts of a model with adapters; {_SAVE_ADAPTERS}")
         # a converted model has chosen its layers, unless it is asked for others; frozen ones cannot change
         frozen = any(isinstance(layer, FrozenLayer) for layer in layers.values())
         own = not in_fp8 or (bool(layers) and (config is None or frozen))
@@ -148,13 +155,15 @@ class Live(Source):
         self.fp8_config = config or chosen
         divided = any(map(is_colossal, self._tensors.values()))
         if dist.is_initialized() and dist.get_world_size() > 1:
-            _require_all_tensors(model, divided)
-        if own and not divided:
+            _require_all_tensors(model.config, self._tensors, divided)
+        if own and not divided and not adapters:
             self.layout = layout_of(model, in_fp8=in_fp8)
         else:
-            # shardformer's layers have the shapes of a rank
+            # shardformer's layers have the shapes of a rank, and adapters stand where files have layers
             self.layout = layout_of_config(self._model.config, self.fp8_config if in_fp8 else None)
         self.dtype = _half_of(value.dtype for value in self._tensors.values())
+        stored = self.layout.names.of
+        _require_of_one_layer((stored.get(name, (name,))[0] for name in self._adapters), self.layout, "the model")
 
     @property
     def names(self) -> Iterable[str]:
@@ -163,7 +172,7 @@ class Live(Source):
 
     def tensor(self, name: str) -> torch.Tensor:
         origin = self.layout.names.origin[name]
-        layer = self._layers.get(origin)
+        layer = None if origin in self._adapters else self._layers.get(origin)
         if isinstance(layer, FrozenLayer):
             values = layer.quantized.dequantize(*layer.fp8_shape)
             return values.t() if layer.weight_is_transposed else values
@@ -175,18 +184,20 @@ class Live(Source):
         return self.layout.names.part(name, self._value(name, origin)).detach()
 
     def _value(self, name: str, origin: str) -> torch.Tensor:
-        tensor = self._tensors[origin]
-        if not is_sharded(tensor):
+        tensor, adapters = self._tensors[origin], self._adapters.get(origin)
+        if adapters is None and not is_sharded(tensor):
             return tensor
         # each is read twice where several share a scale: for the amax of all, and for its cast
         together = {self.layout.names.origin[each] for each in self.layout.groups.get(name, (name,))}
         self._whole = {other: whole for other, whole in self._whole.items() if other in together}
         if origin not in self._whole:
-            self._whole[origin] = gathered(tensor, self._dtypes.get(id(tensor)))
+            whole = gathered(tensor, self._dtypes.get(id(tensor))) if adapters is None else merged_weight(adapters)
+            self._whole[origin] = whole
         return self._whole[origin]
 
     def made(self, name: str, chosen: CheckpointFormat, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
-        layer = self._layers.get(self.layout.names.origin[name])
+        origin = self.layout.names.origin[name]
+        layer = None if origin in self._adapters else self._layers.get(origin)
         if layer is None or is_sharded(layer.held_weight):
             return None
         config = layer.fp8_config
@@ -356,12 +367,7 @@ class Merged(Folder):
         layers = {f"{name}.weight": module for name, module in adapted.named_modules() if is_adapted(module)}
         self._adapters = {stored[name][0] if name in stored else name: module for name, module in layers.items()}
         self.merged = len(self._adapters)
-        owners = Counter(self.layout.first_name.values())
-        for name in self._adapters:
-            if owners[self.layout.first_name.get(name, "")] != 1:  # no layer's, or that of several, as a tied one
-                raise ValueError(
-                    f"{name} in {model} is not one layer's weight; merge its adapters with peft's merge_and_unload."
-                )
+        _require_of_one_layer(self._adapters, self.layout, model)
 
     def tensor(self, name: str) -> torch.Tensor:
         adapters = self._adapters.get(name)
@@ -398,7 +404,7 @@ def bare_model(model: nn.Module) -> Any:
 
     Raises:
         TypeError: there is none.
-        ValueError: it has adapters beside its weights, or an engine keeps parameters where nobody else finds them.
+        ValueError: an engine keeps parameters where nobody else finds them.
     """
     bare: Any = model
     for module in (model, *model.modules()):  # Gemini's wrapper is none of its modules
@@ -416,24 +422,80 @@ def bare_model(model: nn.Module) -> Any:
         if hasattr(bare, "_force_wait_all_gather"):
             bare._force_wait_all_gather()
         bare = inner
-    if any(map(is_adapted, bare.modules())):
-        raise ValueError("the model has adapters beside its weights; merge them first: model.merge_and_unload()")
+    if "peft" in sys.modules and hasattr(bare, "peft_config") and hasattr(bare, "get_base_model"):
+        bare = bare.get_base_model()
     for module in bare.modules():
         wait_for_parameters(module)
     return bare
 
 
-def _require_all_tensors(model: Any, divided: bool) -> None:
+def adapters_in(model: nn.Module) -> dict[str, nn.Module]:
+    """Return peft's adapters around layers of a model, by the paths of these.
+
+    Raises:
+        ValueError: they cannot be merged as the model is.
+    """
+    found = {}
+    for path, module in model.named_modules():
+        kinds = {kind.__name__ for kind in type(module).__mro__}
+        if kinds & {"ModulesToSaveWrapper", "AuxiliaryTrainingWrapper", "LNTuningLayer"}:
+            raise ValueError(f"peft trains a copy of {path}; {_SAVE_ADAPTERS}")
+        if not is_adapted(module):
+            continue
+        inside = [each for each in module.modules() if isinstance(each, FP8Layer) and not isinstance(each, FrozenLayer)]
+        if any(each.fp8_weight.lacks_values for each in inside):
+            raise ValueError(
+                f"the adapters of {path} have no values in 16 bits between two steps (WeightCopies.high_precision); "
+                f"{_SAVE_ADAPTERS}"
+            )
+        found[path] = module
+    return found
+
+
+_SAVE_ADAPTERS = "save the adapters, and export their folder, or hand over what peft's merge_and_unload gives"
+
+_Held = TypeVar("_Held")
+
+
+def _without_adapters(held: Mapping[str, _Held], adapters: Collection[str]) -> dict[str, _Held]:
+    """Return what a model holds by names, without adapters, under the names that it had before peft wrapped layers.
+
+    Args:
+        adapters: paths of the layers that have some.
+    """
+    kept, base = {}, "base_layer"
+    for name, value in held.items():
+        ends = [end for end, letter in enumerate(f"{name}.") if letter == "."]
+        end = next((end for end in ends if name[:end] in adapters), None)
+        if end is None:
+            kept[name] = value
+        elif name[end + 1 :].startswith(base):
+            kept[name[:end] + name[end + 1 + len(base) :]] = value
+    return kept
+
+
+def _require_of_one_layer(adapters: Iterable[str], layout: Layout, place: object) -> None:
+    """Raise ValueError for adapters on no layer's weight, or on that of several, as a tied one."""
+    owners = Counter(layout.first_name.values())
+    for name in adapters:
+        if owners[layout.first_name.get(name, "")] != 1:
+            raise ValueError(
+                f"{name} in {place} is not one layer's weight; merge its adapters with peft's merge_and_unload."
+            )
+
+
+def _require_all_tensors(config: Any, tensors: Mapping[str, torch.Tensor], divided: bool) -> None:
     """Raise ValueError for a stage of a pipeline, or some of the experts, which would be taken for the model.
 
     Args:
+        config: of the model.
+        tensors: by the names in the model.
         divided: parameters may have the shapes of a rank.
     """
-    whole = layout_of_config(model.config, None)
-    there = StoredNames(model).stored_shapes
-    if divided:
-        there = {name: whole.shapes.get(name, shape) for name, shape in there.items()}
-    _require_shapes(whole, there, "this process")
+    layout = layout_of_config(config, None)
+    whole = layout.names.shapes
+    there = {name: whole.get(name, each.shape) if divided else each.shape for name, each in tensors.items()}
+    _require_shapes(dataclasses.replace(layout, shapes=whole, first_name={}), there, "this process")
 
 
 def _adapters_of(folder: Path, model: nn.Module) -> nn.Module:

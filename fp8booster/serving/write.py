@@ -53,8 +53,9 @@ def export(
     weights that they are on, from their values in FP32. Tokenizer and generation_config.json go along.
 
     Args:
-        model: a causal language model of transformers, whole in this process, converted or not, or the folder of one in
-            Hugging Face's format, in 16 bits or in FP8, or of peft's adapters on such a folder.
+        model: a causal language model of transformers, whole in this process, converted or not, with adapters of peft
+            or without, or the folder of one in Hugging Face's format, in 16 bits or in FP8, or of peft's adapters on
+            such a folder.
         folder: appears when it is whole; it must not be there.
         format: "fine-grained", "compressed-tensors", "compressed-tensors-tensorwise", "tensorwise", or "bf16".
         config: which layers, and how their scales are rounded; None is that of a converted model's layers, or

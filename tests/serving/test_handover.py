@@ -182,6 +182,43 @@ def test_a_model_that_was_not_converted_is_cast():
     assert in_fp8 == [f"model.layers.{number}.mlp.down_proj.weight" for number in range(2)]
 
 
+@pytest.mark.parametrize("base", ["16 bits", "FP8 layers", "frozen"])
+@pytest.mark.parametrize("format", ["tensorwise", "bf16"])
+def test_adapters_are_merged_in_what_is_handed_over_and_stay_in_the_model(base, format):
+    peft = pytest.importorskip("peft")
+    model = llama()
+    if base == "FP8 layers":
+        convert_to_fp8(model, FP8Config(always=True))
+        fuse(model)
+    elif base == "frozen":
+        quantize(model)
+    lora = {"r": 4, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}
+    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **lora))
+    before = {name: value.clone() for name, value in adapted.state_dict().items()}
+    pairs = list(tensors(adapted, format))
+    assert all(torch.equal(bits(value), bits(before[name])) for name, value in adapted.state_dict().items())
+    exact = {}
+    for name, module in adapted.get_base_model().named_modules():
+        if hasattr(module, "lora_A"):
+            weight = module.get_base_layer().weight.detach().float()
+            if base == "frozen":  # decoded without a rounding to 16 bits
+                layer = module.get_base_layer()
+                weight = layer.quantized.dequantize(*layer.fp8_shape)
+            exact[f"{name}.weight"] = weight + module.get_delta_weight("default").float()
+    assert len(exact) == 4
+    handed = dict(pairs)
+    plain = dict(tensors(llama(), format))
+    assert list(handed) == list(plain)
+    for name, value in exact.items():
+        if format == "bf16":
+            torch.testing.assert_close(handed[name].float(), value, rtol=2**-8, atol=1e-5)
+        else:
+            decoded = handed[name].float() * handed[f"{name}_scale_inv"]
+            torch.testing.assert_close(decoded, value, rtol=2**-4, atol=float(handed[f"{name}_scale_inv"]) * 2**-9)
+    paths = [name.rpartition(".")[0] for name, _ in pairs]
+    assert len({*paths}) == len(list(groupby(paths)))
+
+
 def test_what_cannot_be_handed_over_is_a_sentence():
     """At the call, before anything is yielded."""
     peft = pytest.importorskip("peft")
@@ -190,11 +227,16 @@ def test_what_cannot_be_handed_over_is_a_sentence():
         tensors(model, "gguf")
     with pytest.raises(TypeError, match="Linear is no model of transformers"):
         tensors(nn.Linear(16, 16))
-    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"]))
-    with pytest.raises(ValueError, match=r"adapters beside its weights; merge them first: model\.merge_and_unload"):
-        tensors(adapted, "tensorwise")
+    for saved, words in ((["lm_head"], "a copy of lm_head; save the adapters, and export their folder"), (None, None)):
+        options = {"target_modules": ["q_proj"], "modules_to_save": saved}
+        adapted = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(task_type="CAUSAL_LM", r=4, **options))
+        if words is not None:
+            with pytest.raises(ValueError, match=words):
+                tensors(adapted, "tensorwise")
+    tied = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["lm_head"])
+    with pytest.raises(ValueError, match=r"lm_head\.weight in the model is not one layer's weight"):
+        tensors(peft.get_peft_model(llama(tie_word_embeddings=True), tied), "tensorwise")
     merged = adapted.merge_and_unload()
-    assert dict(tensors(merged, "tensorwise"))
     with torch.no_grad():
         merged.model.norm.weight[0] = torch.nan
     with pytest.raises(ValueError, match=r"model\.norm\.weight holds values that are not finite"):
