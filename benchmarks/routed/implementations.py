@@ -74,7 +74,7 @@ class ExpertByExpert(Implementation):
         return list(self.experts.parameters())
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
-        return run_experts(x, [self.work.loads], self.experts)
+        return run_experts(x, self.work.counts, self.experts)
 
 
 class FP8ExpertByExpert(ExpertByExpert):

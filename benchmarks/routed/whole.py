@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from benchmarks.routed.work import ExpertLayer, Products, uneven_loads
 from fp8booster import convert_to_fp8
 from fp8booster.nn.experts.dispatch import run_experts
 from fp8booster.nn.experts.grouped import GroupedExperts
+from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.fused import fuse_blocks
 
 
@@ -50,6 +52,11 @@ class WholeWork:
     def tokens(self) -> int:
         return len(self.x)
 
+    @cached_property
+    def counts(self) -> HostCopy:
+        """The loads, as of one sender."""
+        return HostCopy(torch.tensor([self.loads], device=self.x.device))
+
     @property
     def flops(self) -> int:
         """Floating-point operations of fprop, dgrad or wgrad of the three layers, without padding."""
@@ -59,7 +66,7 @@ class WholeWork:
         """In FP32, expert by expert."""
         exact = copy.deepcopy(self.experts).float()
         x = self.x.float().requires_grad_()
-        y = run_experts(x, [self.loads], exact)
+        y = run_experts(x, self.counts, exact)
         y.backward(self.dy.float())
         return Products(y.detach(), x.grad, _gradients(exact))
 
@@ -82,7 +89,7 @@ class OneByOne(Implementation):
         return list(self.experts.parameters())
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
-        return run_experts(x, [self.work.loads], self.experts, grouped=self.grouped)
+        return run_experts(x, self.work.counts, self.experts, grouped=self.grouped)
 
     def products(self) -> Products:
         y, dx = self.step()

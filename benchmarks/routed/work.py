@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
 from fp8booster.kernels.grouped_product import Groups
+from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.experts.row_layout import RowLayout, permute, unpermute
 
 
@@ -92,6 +94,11 @@ class Work:
         """Floating-point operations of one of the three products, without padding."""
         return 2 * self.tokens * self.layer.inputs * self.layer.outputs
 
+    @cached_property
+    def counts(self) -> HostCopy:
+        """The loads, as of one sender."""
+        return HostCopy(torch.tensor([self.loads], device=self.x.device))
+
     def ends(self) -> torch.Tensor:
         """int32 [E]: where each expert's tokens end."""
         return torch.tensor(self.loads, device=self.x.device).cumsum(0).to(torch.int32)
@@ -118,7 +125,7 @@ class Work:
         return Products(torch.cat(y), torch.cat(dx), torch.stack(dw))
 
     def _layout(self) -> RowLayout:
-        return RowLayout.of([self.loads], self.x.device)
+        return RowLayout.of(self.counts.on_device, len(self.x))
 
 
 def relative_errors(found: Products, exact: Products) -> dict[str, float]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from itertools import accumulate
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -23,16 +23,16 @@ CAPABILITY = (9, 0)
 
 
 class Groups(NamedTuple):
-    """Numbers of rows of G groups: multiples of 16, and not 0."""
+    """Rows in G groups, each of a multiple of 16 rows and not of 0."""
 
-    rows: tuple[int, ...]
+    rows: int
+    """Of all groups."""
     ends: Tensor
-    """int32 [G], on the device of the operands: the row behind each group's last."""
+    """int32 [G], on the device of the operands: the row behind each group's last. The host need not know them."""
 
     def slices(self) -> list[slice]:
-        """Return the rows of each group."""
-        ends = list(accumulate(self.rows))
-        return [slice(end - rows, end) for rows, end in zip(self.rows, ends, strict=True)]
+        """Return the rows of each group; the host waits for them."""
+        return [slice(*each) for each in pairwise([0, *self.ends.tolist()])]
 
 
 def why_no_grouped_product(device: torch.device, emulate: bool) -> str | None:
@@ -106,7 +106,7 @@ def summed_product(
     Returns:
         [G, N, K] BF16.
     """
-    count = len(groups.rows)
+    count = len(groups.ends)
     # each group has its rows of scales: one for each row of a, and of b
     scale_a = inverse_scale_a.unsqueeze(1).expand(count, len(a)).contiguous()
     scale_b = inverse_scale_b.expand(count, len(b)).contiguous()

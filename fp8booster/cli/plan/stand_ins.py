@@ -29,7 +29,6 @@ from fp8booster.colossal.temporarily import temporarily
 from fp8booster.kernels import device, grouped_product
 from fp8booster.kernels.operators import Operator
 from fp8booster.monitor.memory import MemoryTracker
-from fp8booster.nn.experts import routing
 from fp8booster.nn.weights import memory
 
 try:
@@ -57,7 +56,6 @@ def instead_of_gpus(tracker: MemoryTracker, ranks: int, gpu_memory: int) -> Iter
         temporarily(Operator, run=_as_a_kernel(tracker)),
         temporarily(torch.UntypedStorage, resize_=_resize_seen_by(tracker)),
         temporarily(grouped_product, _runs_kernel=lambda *_: True),
-        temporarily(routing, rows_of_experts=_Even),
         temporarily(communication, _send_recv_serialization_object=metadata),
         temporarily(p2p, _send_recv_serialization_object=metadata),
         temporarily(DeviceMesh, _DIST_BACKEND={"cpu": "fake"}, from_process_group=staticmethod(_mesh_with_values())),
@@ -94,17 +92,6 @@ class _Guesses(TorchDispatchMode):
             if function is torch.ops.aten.equal.default:
                 return True
         return function(*args, **(kwargs or {}))
-
-
-class _Even:
-    """Equal numbers of rows for experts, in place of a `HostCopy` of the numbers that values would tell."""
-
-    def __init__(self, chosen: torch.Tensor, experts: int) -> None:
-        each, more = divmod(chosen.numel(), experts)
-        self._rows = [each + (number < more) for number in range(experts)]
-
-    def tolist(self) -> list[int]:
-        return self._rows
 
 
 def _as_a_kernel(tracker: MemoryTracker) -> Any:

@@ -109,18 +109,17 @@ class ExpertParallel(nn.Module):
             loads: what `_loads` gave.
         """
         experts, held, group = self.num_experts, self.num_experts_per_ep, self.ep_group
-        # every rank waits for its GPU here, as all-to-all with uneven splits needs the sizes of its messages
-        numbers = loads.numbers.tolist()
-        by_receiver, by_sender = (
-            [numbers[first : first + held] for first in range(begin, begin + experts, held)] for begin in (0, experts)
-        )
-        sent, received = ([sum(rank) for rank in ranks] for ranks in (by_receiver, by_sender))
+        by_receiver, by_sender = (loads.numbers.part(first, self.ep_size, held) for first in (0, experts))
+        sent = received = [len(rows)]
+        if self.ep_size > 1:
+            # every rank waits for its GPU here, as all-to-all with uneven splits needs the sizes of its messages
+            sent, received = ([sum(rank) for rank in each.tolist()] for each in (by_receiver, by_sender))
         factors, of_all = loads.factors, sum(received)
         if factors is None:
             # tokens of `ep_size` ranks add up here, and the gradient is to be a mean over these ranks
             factors = [1 / self.ep_size] * held
         else:
-            of_all = numbers[-1]
+            of_all = loads.numbers.part(2 * experts, 1).tolist()[0]
         rows = exchange_rows(rows, sent, received, group, self.encoding)
         own = list(islice(self.experts, self.expert_start_idx, self.expert_start_idx + held))
         made = run_experts(rows, by_sender, own, factors, self.fp8_grouped_experts, of_all / self.moe_dp_size)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from fp8booster.comm.collectives import all_to_all_single
 from fp8booster.comm.encoding import DEFAULT, Encoding
 from fp8booster.nn.experts.grouped import GroupedExperts
+from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.linear.functional import linear_map
 
 Expert = Callable[[torch.Tensor], torch.Tensor]
@@ -72,7 +73,7 @@ def scale_gradient(x: torch.Tensor, factor: torch.Tensor | float) -> torch.Tenso
 
 def run_experts(
     tokens: torch.Tensor,
-    counts: Sequence[Sequence[int]],
+    counts: HostCopy,
     experts: Sequence[Expert],
     weight_gradient_factors: Sequence[float] | torch.Tensor | None = None,
     grouped: GroupedExperts | None = None,
@@ -82,7 +83,8 @@ def run_experts(
 
     Args:
         tokens: [T, H], by sender, and of each sender by expert.
-        counts: tokens from each sender for each expert, [senders][experts]; add up to T.
+        counts: int64 [senders, experts], tokens from each sender for each expert; they add up to T. Only where experts
+            run one by one the host waits for them.
         experts: of this rank; one without tokens is called on none.
         weight_gradient_factors: multiply the gradients of each expert's weights, and not those of its tokens: numbers,
             or float32 [experts]; None: 1.
@@ -97,7 +99,8 @@ def run_experts(
     if made is not None:
         return made
     # all senders' tokens of an expert in one product: a product for each sender would read the weight again
-    sizes = [count for sender in counts for count in sender]
+    numbers = counts.tolist()
+    sizes = [count for sender in numbers for count in sender]
     pieces = tokens.split(sizes)
     by_expert = [list(pieces[index :: len(experts)]) for index in range(len(experts))]
     results = []
@@ -110,4 +113,4 @@ def run_experts(
             # times the factor behind the expert and its inverse before it: its weights alone see the factor
             y = scale_gradient(expert(scale_gradient(x, 1 / factor)), factor)
         results.append(y.split([piece.shape[0] for piece in own]))
-    return torch.cat([result[sender] for sender in range(len(counts)) for result in results])
+    return torch.cat([result[sender] for sender in range(len(numbers)) for result in results])

@@ -27,7 +27,7 @@ from fp8booster.nn.fused.pointwise import Saving, activate
 from fp8booster.nn.fused.trials import gates_by_activation
 from fp8booster.nn.modules import change_class, mixed_class
 from fp8booster.nn.weights.casting import Casts
-from fp8booster.nn.weights.freshness import is_captured, look_again
+from fp8booster.nn.weights.freshness import look_again
 from fp8booster.nn.weights.resharded import ReshardedWeight
 from fp8booster.nn.weights.source import CachedWeight, WeightSource
 
@@ -132,6 +132,11 @@ class FP8Experts(nn.Module):
         """Tell whether FP8 products run, or have run for some calls, as far as is known."""
         return self._fp8_ran or not self._fp8_reasons
 
+    @property
+    def waits_for_host(self) -> bool:
+        """Tell whether the host must know how many tokens an expert gets, as where a call was not in FP8."""
+        return bool(self._fp8_reasons)
+
     def fp8_notes(self) -> str:
         """Return what the report says besides the precision."""
         notes = ["experts in one parameter, in grouped products"] if self.in_fp8 else []
@@ -176,8 +181,6 @@ class FP8Experts(nn.Module):
             return "transformers spreads the experts over ranks"
         if (reason := why_not_bf16(tokens, up, down)) is not None:
             return reason
-        if is_captured(tokens):
-            return "a graph that is captured, while the host must know how many tokens an expert gets"
         experts, *sizes = up.shape
         inputs, outputs = sizes if self.is_transposed else reversed(sizes)
         # in evaluation few tokens need few of the experts, and a cast is of all
@@ -191,11 +194,9 @@ class FP8Experts(nn.Module):
         require_fp8(tokens.device, config.emulate)
         up, down = self.fp8_weights
         experts = len(getattr(self, up))
-        loads = routing.rows_of_experts(chosen, experts)
-        # the host waits for the loads alone: this is queued behind them, and keeps the GPU busy when the host goes on
         routes = routing.Routes.of(chosen, experts)
         rows = routing.spread(tokens.to(torch.bfloat16), routes)
-        layout = RowLayout.of([loads.tolist()], tokens.device)
+        layout = RowLayout.of(routing.count_rows(chosen, experts).view(1, -1), chosen.numel())
         biased = _where_biased(chosen, routes, layout, experts) if self.has_bias else None
         rows = run_stacks(rows, layout, self._stack(up, biased), self._activated, self._stack(down, biased))
         if vars(self).get("has_post_expert_norm"):
@@ -262,6 +263,6 @@ def _where_biased(chosen: torch.Tensor, routes: routing.Routes, layout: RowLayou
 
     So the rows that pad stay zeros, and a bias's gradient is summed in one order.
     """
-    ones = torch.zeros(sum(layout.groups.rows), experts, dtype=torch.bfloat16, device=chosen.device)
+    ones = torch.zeros(layout.groups.rows, experts, dtype=torch.bfloat16, device=chosen.device)
     rows = layout.places[routes.places.view(-1)]
     return ones.index_put_((rows, chosen.reshape(-1)), ones.new_ones(()))

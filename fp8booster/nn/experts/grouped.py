@@ -21,6 +21,7 @@ from fp8booster.kernels.device import require_fp8
 from fp8booster.kernels.grouped_product import why_no_grouped_product
 from fp8booster.nn.experts.gated import gate_up_down, why_not_gated
 from fp8booster.nn.experts.grouped_linear import GroupedWeight
+from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.experts.row_layout import RowLayout
 from fp8booster.nn.experts.stack import StackedLayers, is_provided, pays, run_stacks, why_not_bf16, why_not_stacked
 from fp8booster.nn.fused.pointwise import Saving, activate
@@ -86,7 +87,7 @@ class GroupedExperts:
     def __call__(
         self,
         tokens: torch.Tensor,
-        counts: Sequence[Sequence[int]],
+        counts: HostCopy,
         weight_gradient_factors: Sequence[float] | torch.Tensor | None = None,
         usual_rows: float | None = None,
     ) -> torch.Tensor | None:
@@ -109,7 +110,7 @@ class GroupedExperts:
         count = len(self.experts)
         return run_stacks(
             tokens.to(torch.bfloat16),
-            RowLayout.of(counts, tokens.device),
+            RowLayout.of(counts.on_device, len(tokens)),
             StackedLayers(gates_ups, count, self.fp8_casts["gate_up"], self._gate_up, factors),
             partial(activate, gated=True, saving=Saving(in_8_bits=config.saves_in_8_bits)),
             StackedLayers(downs, count, self.fp8_casts["down"], self._down, factors),

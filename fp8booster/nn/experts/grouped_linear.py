@@ -173,7 +173,7 @@ class _GroupedLinear(torch.autograd.Function):
         if for_weight:
             outputs, inputs = (dy.transpose, dy.inverse_scale), (x8_transpose, x_inverse_scale)
             (rows, scale_of_rows), (columns, scale) = (inputs, outputs) if ctx.is_transposed else (outputs, inputs)
-            scales = scale_of_rows.expand(len(groups.rows))
+            scales = scale_of_rows.expand(len(groups.ends))
             whole = summed_product(rows, columns, scales * ctx.factors, scale, groups, **options["wgrad"])
             parts = whole.view(-1, whole.shape[2]).split([shape[:-1].numel() for shape in ctx.shapes])
             dw = [part.view(shape) for part, shape in zip(parts, ctx.shapes, strict=True)]

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8booster.kernels.token_rows import sum_rows, sum_rows_backward
-from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.linear.functional import linear_map, once_differentiable
 
 
@@ -38,25 +37,16 @@ class Routes(NamedTuple):
         return cls(choices // chosen.shape[1], places.view(chosen.shape))
 
 
-def count_rows(chosen: torch.Tensor, experts: int, out: torch.Tensor) -> torch.Tensor:
+def count_rows(chosen: torch.Tensor, experts: int, out: torch.Tensor | None = None) -> torch.Tensor:
     """Return how many rows each expert gets; unlike `torch.bincount`, without making the host wait for a GPU.
 
     Args:
         chosen: integers [T, k].
         experts: of all ranks.
-        out: int64 [experts]; written, and returned.
+        out: int64 [experts]; written, and returned. None: one is made.
     """
     numbers = torch.arange(experts, dtype=chosen.dtype, device=chosen.device)
     return torch.sum(chosen.reshape(-1, 1) == numbers, 0, out=out)
-
-
-def rows_of_experts(chosen: torch.Tensor, experts: int) -> HostCopy:
-    """Return how many rows each expert gets, on their way to the host.
-
-    Args:
-        chosen, experts: as in `count_rows`.
-    """
-    return HostCopy(count_rows(chosen, experts, torch.empty(experts, dtype=torch.int64, device=chosen.device)))
 
 
 def spread(tokens: torch.Tensor, routes: Routes) -> torch.Tensor:

@@ -1,15 +1,17 @@
-"""Lay tokens out for grouped products: sorted by expert, each expert's rows padded with zeros to a multiple of 16."""
+"""Lay tokens out for grouped products: sorted by expert, each expert's rows padded with zeros to a multiple of 16.
+
+How many rows an expert gets is known on the device alone: the host, which would wait for the GPU, knows how many there
+are at most.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
-from fp8booster.kernels.alignment import ALIGNMENT, aligned
+from fp8booster.kernels.alignment import ALIGNMENT
 from fp8booster.kernels.grouped_product import Groups
 from fp8booster.nn.linear.functional import linear_map
 
@@ -22,32 +24,26 @@ class RowLayout(NamedTuple):
     """int64 [T], different from each other: the row of each token."""
 
     @classmethod
-    def of(cls, counts: Sequence[Sequence[int]], device: torch.device) -> RowLayout:
-        """The places of tokens that lie by sender, and of each sender by expert.
+    def of(cls, counts: torch.Tensor, tokens: int) -> RowLayout:
+        """Return the places of tokens that lie by sender, and of each sender by expert.
 
         Args:
-            counts: tokens from each sender for each expert, [senders][experts].
-            device: of the tokens.
+            counts: int64 [senders, experts], tokens from each sender for each expert.
+            tokens: their number, T.
         """
-        totals = [sum(of_expert) for of_expert in zip(*counts, strict=True)]
         # the sum of the weight gradient over no rows would be refused
-        rows = [max(ALIGNMENT, aligned(total)) for total in totals]
-        ends = list(accumulate(rows))
-        free = [end - each for end, each in zip(ends, rows, strict=True)]
-        shifts, sizes, first = [], [], 0
-        for sender in counts:
-            for expert, count in enumerate(sender):
-                shifts.append(free[expert] - first)
-                sizes.append(count)
-                free[expert] += count
-                first += count
-        # int32, as the product takes the ends; pinned, so that the host need not wait for the device
-        numbers = torch.tensor(ends + shifts + sizes, dtype=torch.int32, pin_memory=device.type == "cuda")
-        numbers = numbers.to(device, non_blocking=True)
-        group_ends, of_pieces, counted = numbers.split([len(ends), len(shifts), len(sizes)])
-        places = torch.arange(first, dtype=torch.int64, device=device)
-        places += of_pieces.repeat_interleave(counted, output_size=first)
-        return cls(Groups(tuple(rows), group_ends), places)
+        rows = (counts.sum(0) + (ALIGNMENT - 1)).div_(ALIGNMENT, rounding_mode="floor").clamp_(min=1).mul_(ALIGNMENT)
+        ends = rows.cumsum(0)
+        pieces = counts.flatten()
+        # where a piece begins among the rows, less where it begins among the tokens
+        shifts = (ends - rows + counts.cumsum(0) - counts).flatten() - (pieces.cumsum(0) - pieces)
+        places = torch.arange(tokens, dtype=torch.int64, device=counts.device)
+        places += shifts.repeat_interleave(pieces, output_size=tokens)
+        # at most 16 rows more for each expert: those that are spare pad the last one's
+        most = tokens // ALIGNMENT * ALIGNMENT + ALIGNMENT * counts.shape[1]
+        ends = ends.to(torch.int32)  # as the product takes them
+        ends[-1:].fill_(most)
+        return cls(Groups(most, ends), places)
 
 
 def permute(tokens: torch.Tensor, layout: RowLayout) -> torch.Tensor:
@@ -62,7 +58,7 @@ def unpermute(rows: torch.Tensor, layout: RowLayout) -> torch.Tensor:
 
 def _into_rows(values: torch.Tensor, layout: RowLayout) -> torch.Tensor:
     # zeros, not copies of some token: what an expert makes of a token that was not sent to it may overflow
-    rows = values.new_zeros((sum(layout.groups.rows), *values.shape[1:]))
+    rows = values.new_zeros((layout.groups.rows, *values.shape[1:]))
     return rows.index_copy_(0, layout.places, values)
 
 

@@ -193,7 +193,8 @@ class LayerGraphs:
         if _saving() not in (None, _CHECKPOINTING):
             return "what it saves for backward is stored elsewhere"
         for module in self._modules:
-            if "experts" in module._modules:
+            experts = module._modules.get("experts")
+            if experts is not None and getattr(experts, "waits_for_host", True):
                 return "the host must know how many tokens an expert gets"
             if vars(module).get("use_zbv"):  # Python takes it from backward, and a replay runs none
                 return "a pipeline without bubbles computes gradients of weights later"

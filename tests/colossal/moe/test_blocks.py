@@ -16,6 +16,7 @@ from fp8booster import FP8Config, comm, convert_to_fp8, report
 from fp8booster.comm import Encoding
 from fp8booster.monitor.traffic import count_traffic
 from fp8booster.nn.experts.dispatch import exchange_rows, run_experts
+from fp8booster.nn.experts.host_copy import HostCopy
 from tests.colossal.moe.models import EXPERTS, DeepseekMoE, deepseek_v3_block, tiny_mixtral
 from tests.distributed import ranks
 
@@ -237,7 +238,7 @@ def test_experts_get_the_rows_of_all_senders_at_once() -> None:
 
     tokens = torch.arange(1.0, 7.0).view(6, 1)
     counts = [[1, 2, 0], [0, 3, 0]]
-    made = run_experts(tokens, counts, [expert(10), expert(100), expert(1000)])
+    made = run_experts(tokens, HostCopy(torch.tensor(counts)), [expert(10), expert(100), expert(1000)])
     assert seen == [1, 5, 0]
     assert made.flatten().tolist() == [10, 200, 300, 400, 500, 600]
 

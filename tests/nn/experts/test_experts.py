@@ -22,6 +22,7 @@ from fp8booster.nn.experts import grouped as module
 from fp8booster.nn.experts import stack
 from fp8booster.nn.experts.dispatch import run_experts
 from fp8booster.nn.experts.grouped import GroupedExperts
+from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.fused.decoder import mix
 from fp8booster.nn.fused.part import FusedGatedMLP
 from fp8booster.nn.linear import speed_model
@@ -66,6 +67,10 @@ def tokens(counts: list[list[int]]) -> torch.Tensor:
     return torch.randn(sum(map(sum, counts)), HIDDEN, generator=generator).bfloat16()
 
 
+def copied(counts: list[list[int]], device: torch.device | str = "cpu") -> HostCopy:
+    return HostCopy(torch.tensor(counts, device=device))
+
+
 def results(
     of: nn.Module, counts: list[list[int]], grouped: GroupedExperts | None, factors: list | torch.Tensor | None = None
 ) -> list[torch.Tensor]:
@@ -73,7 +78,7 @@ def results(
     dtype = next(of.parameters()).dtype
     x = tokens(counts).to(dtype).requires_grad_()
     of.zero_grad()
-    y = run_experts(x, counts, of, factors, grouped)
+    y = run_experts(x, copied(counts), of, factors, grouped)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y.dtype)
     y.backward(dy)
     return [value.detach().float() for value in (y, x.grad, *(each.grad for each in of.parameters()))]
@@ -368,29 +373,29 @@ def test_the_number_of_tokens_decides_and_all_ranks_by_their_mean(monkeypatch: p
     products = 1.5 * HIDDEN * FEATURES
     monkeypatch.setattr(module, "ONE_BY_ONE_FROM", 16 * products + 1)
     grouped = GroupedExperts(fp8)
-    assert grouped(x, counts) is not None
+    assert grouped(x, copied(counts)) is not None
     assert grouped.why_one_by_one is None
-    assert grouped(x, counts, usual_rows=65.0) is None
+    assert grouped(x, copied(counts), usual_rows=65.0) is None
     assert grouped.why_one_by_one == "one by one is faster for so many tokens"
-    assert GroupedExperts(fp8, always=True)(x, counts, usual_rows=65.0) is not None
+    assert GroupedExperts(fp8, always=True)(x, copied(counts), usual_rows=65.0) is not None
     monkeypatch.setattr(module, "ONE_BY_ONE_FROM", 16 * products)
-    assert grouped(x, counts) is None
-    assert grouped(x, counts, usual_rows=63.0) is not None
+    assert grouped(x, copied(counts)) is None
+    assert grouped(x, copied(counts), usual_rows=63.0) is not None
 
 
 def test_few_experts_of_few_tokens_are_left_to_their_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = count_calls(monkeypatch, speed_model, "fp8_pays")
     fp8, counts = experts(FP8Config()), COUNTS["even"]
-    assert GroupedExperts(fp8)(tokens(counts), counts) is not None
+    assert GroupedExperts(fp8)(tokens(counts), copied(counts)) is not None
     assert asked == [(64, HIDDEN)]  # as one product of all rows
     monkeypatch.setattr(speed_model, "fp8_pays", lambda *_: False)
     grouped = GroupedExperts(fp8)
-    assert grouped(tokens(counts), counts) is None
+    assert grouped(tokens(counts), copied(counts)) is None
     assert grouped.why_one_by_one == "too few tokens for so few experts"
     monkeypatch.setattr(stack, "EXPERTS_THAT_PAY", EXPERTS)
-    assert GroupedExperts(fp8)(tokens(counts), counts) is not None
+    assert GroupedExperts(fp8)(tokens(counts), copied(counts)) is not None
     always = experts(FP8Config(always=True))
-    assert GroupedExperts(always)(tokens(counts), counts) is not None
+    assert GroupedExperts(always)(tokens(counts), copied(counts)) is not None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -407,7 +412,7 @@ def test_under_autocast_experts_are_grouped_whatever_their_dtype(dtype: torch.dt
 def test_under_another_dtype_of_autocast_experts_are_left_to_their_layers() -> None:
     grouped, counts = GroupedExperts(experts()), COUNTS["even"]
     with torch.autocast("cpu", torch.float16):
-        assert grouped(tokens(counts), counts) is None
+        assert grouped(tokens(counts), copied(counts)) is None
     assert grouped.why_one_by_one == "grouped products give BF16 alone"
 
 
@@ -419,7 +424,7 @@ def test_what_a_graph_captures_and_inference_mode_are_left_to_the_layers(how: st
     if how == "capture":
         monkeypatch.setattr(freshness, "is_captured", lambda *_: True)
     with torch.inference_mode(how == "inference mode"):
-        assert grouped(tokens(counts), counts) is None
+        assert grouped(tokens(counts), copied(counts)) is None
     assert grouped.why_one_by_one == "inference mode or a graph that is captured"
     assert grouped._down.made is None
 
@@ -428,7 +433,7 @@ def test_what_a_graph_captures_and_inference_mode_are_left_to_the_layers(how: st
 def test_experts_of_which_one_evaluates_run_one_by_one(broken: int) -> None:
     fp8, counts = experts(), COUNTS["even"]
     fp8[broken].eval()
-    assert GroupedExperts(fp8)(tokens(counts), counts) is None
+    assert GroupedExperts(fp8)(tokens(counts), copied(counts)) is None
 
 
 def test_factors_of_each_expert_multiply_the_gradients_of_its_weights_alone() -> None:
@@ -448,7 +453,7 @@ def test_weights_that_are_whole_only_in_their_layers_stay_there() -> None:
     fp8, counts = experts(), COUNTS["even"]
     fp8[1].w3.fp8_weight = ReshardedWeight()  # as where FSDP gathers it twice
     grouped = GroupedExperts(fp8)
-    assert grouped(tokens(counts), counts) is None
+    assert grouped(tokens(counts), copied(counts)) is None
     assert grouped.why_one_by_one == "the weights are whole only while a layer runs"
 
 
@@ -496,7 +501,7 @@ def saved_bytes(grouped: GroupedExperts, of_tokens: bool = True) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        assert grouped(tokens(COUNTS["even"]).requires_grad_(of_tokens), COUNTS["even"]) is not None
+        assert grouped(tokens(COUNTS["even"]).requires_grad_(of_tokens), copied(COUNTS["even"])) is not None
     return sum(kept.values())
 
 
@@ -549,7 +554,7 @@ def test_grouped_experts_compute_what_they_compute_one_by_one_on_a_gpu(kept: str
     def run(each: GroupedExperts | None) -> list[torch.Tensor]:
         x = tokens(counts).to(device).requires_grad_()
         fp8.zero_grad()
-        y = run_experts(x, counts, fp8, [0.5] * EXPERTS, each)
+        y = run_experts(x, copied(counts, device), fp8, [0.5] * EXPERTS, each)
         y.backward(torch.ones_like(y))
         return [value.detach().float() for value in (y, x.grad, *(each.grad for each in fp8.parameters()))]
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from fp8booster import FP8Config, convert_to_fp8, forget_weights, report
 from fp8booster.config import Activations, Formats, WeightCopies
 from fp8booster.formats import E5M2
-from fp8booster.nn.experts import fp8_experts, stack
+from fp8booster.nn.experts import stack
 from fp8booster.nn.experts.fp8_experts import FP8Experts
 from fp8booster.nn.fsdp.handle import follow_resharding
 from fp8booster.nn.linear import speed_model
@@ -457,11 +457,6 @@ def weigh_all(_: nn.Module, given: Given, __: pytest.MonkeyPatch) -> Given:
     return *given[:2], torch.rand(TOKENS, EXPERTS)
 
 
-def capture(_: nn.Module, given: Given, patch: pytest.MonkeyPatch) -> Given:
-    patch.setattr(fp8_experts, "is_captured", lambda _: True)
-    return given
-
-
 def compute_on_a_gpu(experts: nn.Module, given: Given, patch: pytest.MonkeyPatch) -> Given:
     patch.setattr(speed_model, "_looked_up", lambda _: speed_model.MEASURED[9, 0])
     experts.fp8_config = FP8Config()
@@ -472,9 +467,23 @@ SOMETIMES = {
     "grouped products give BF16 alone": halve,
     "transformers spreads the experts over ranks": spread_over_ranks,
     "a weight for each expert, not for those of a token alone": weigh_all,
-    "a graph that is captured, while the host must know how many tokens an expert gets": capture,
     "too few tokens": compute_on_a_gpu,
 }
+
+
+@pytest.mark.gpu
+def test_the_host_waits_for_nothing() -> None:
+    experts = made(config=FP8Config(always=True)).cuda()
+    given = [each.cuda() for each in routed()]
+    given[0].requires_grad_()
+    for step in range(3):
+        torch.cuda.set_sync_debug_mode("error" if step == 2 else "default")
+        try:
+            experts(*given).sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert {row.precision for row in report(experts).outside} == {"FP8"}
+    assert not experts.waits_for_host
 
 
 @pytest.mark.parametrize("reason", SOMETIMES)
@@ -493,6 +502,7 @@ def test_calls_by_other_names_compute_as_before_and_the_report_tells_of_both() -
     assert torch.equal(experts(**named), made(config=None)(**named))
     reason = "called otherwise than with tokens, their experts and weights"
     assert {(row.precision, row.notes) for row in report(experts).outside} == {("BF16", reason)}
+    assert experts.waits_for_host
     experts(*given)
     notes = f"experts in one parameter, in grouped products; emulated in FP32; not in FP8 for some calls: {reason}"
     assert {(row.precision, row.notes) for row in report(experts).outside} == {("FP8", notes)}

@@ -1,0 +1,73 @@
+"""Layers with experts that the host need not wait for, as CUDA graphs."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from fp8booster import FP8Config, capture_layers, convert_to_fp8
+from fp8booster.nn.graphs import captured_layers
+from fp8booster.nn.graphs.layer import WARM_UP
+from tests.nn.experts.test_fp8_experts import EACH, EXPERTS, HIDDEN, Experts
+
+LAYERS = 2
+
+
+class Block(nn.Module):
+    """Attention aside, a layer of a mixture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(HIDDEN, EXPERTS, bias=False)
+        self.experts = Experts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(0, 1)
+        weights, chosen = self.gate(tokens).softmax(-1).topk(EACH)
+        return x + self.experts(tokens, chosen, weights).view_as(x)
+
+
+def model(device: torch.device) -> nn.ModuleDict:
+    torch.manual_seed(0)
+    made = nn.ModuleDict({"layers": nn.ModuleList(Block() for _ in range(LAYERS))}).bfloat16().to(device)
+    return convert_to_fp8(made, FP8Config(always=True, cuda_graphs=False))
+
+
+def forward(of: nn.ModuleDict, x: torch.Tensor) -> torch.Tensor:
+    for layer in of["layers"]:
+        x = layer(x)
+    return x
+
+
+@pytest.mark.usefixtures("record")
+def test_experts_are_captured_with_the_bits_of_eager_ones(device: torch.device) -> None:
+    eager = model(device)
+    captured = copy.deepcopy(eager)
+    capture_layers(captured)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (eager, captured)]
+    for step in range(WARM_UP + 4):
+        generator = torch.Generator().manual_seed(step)  # other tokens for each expert at each step
+        x = torch.randn(2, 24, HIDDEN, generator=generator).bfloat16().to(device)
+        found = []
+        for each, optimizer in zip((eager, captured), optimizers, strict=True):
+            given = x.clone().requires_grad_()
+            made = forward(each, given)
+            made.float().square().mean().backward()
+            found.append([made.detach(), given.grad, *(parameter.grad for parameter in each.parameters())])
+            optimizer.step()
+            optimizer.zero_grad()
+        assert all(map(torch.equal, *found)), step
+    assert captured_layers(captured) == {None: LAYERS}
+
+
+@pytest.mark.usefixtures("record")
+def test_a_call_in_16_bits_leaves_its_layer_eager(device: torch.device) -> None:
+    captured = model(device)
+    capture_layers(captured)
+    captured["layers"][0].experts._is_expert_parallel = True
+    for _ in range(WARM_UP + 2):
+        forward(captured, torch.randn(2, 24, HIDDEN, device=device).bfloat16()).sum().backward()
+    assert captured_layers(captured) == {None: 1, "the host must know how many tokens an expert gets": 1}
