@@ -122,6 +122,8 @@ class Claim:
         if device.type == "cuda":
             if torch.cuda.is_current_stream_capturing():
                 return
+            # a verdict that is missing means something only when the data is there, and the host reads the store at
+            # once
             torch.cuda.current_stream(device).synchronize()
         self._try(self._arrived)
 
@@ -146,6 +148,7 @@ class Claim:
         mine = f"rank {calls.rank} calls {self._text}"
         # one step, by which exactly one rank is first
         first = calls.store.compare_set(self._key("first"), "", mine).decode()
+        # without "rank N", in which the same call differs
         if first.split(" ", 2)[2] != mine.split(" ", 2)[2]:
             differ = f"{first}; {mine}"
             calls.store.set(self._key("verdict"), differ)
@@ -182,10 +185,12 @@ class Claim:
         if store.add(self._key("read"), 1) == self._calls.ranks:
             for name in _KEYS:
                 store.delete_key(self._key(name))
+        # the last to read deletes them, so the end of the group has none of them to look for
         self._calls.left.keys.difference_update(map(self._key, _KEYS))
         return True
 
     def _refuse(self, what: str) -> NoReturn:
+        # a caller that catches the error and repeats the call has it compared again
         self._calls.known.discard(self._signature)
         raise ValueError(
             f"ranks of a group disagree about a collective: {what}; give all ranks of a call the same sizes, dtype, "

@@ -137,6 +137,7 @@ class AutomaticScaling:
         dist.all_reduce(counts, group=group)
         self._set_mu(counts)
         if self.mu.is_cuda:
+            # gradients of the next step are reduced on other streams, and cast by this mu
             self._mu_is_set = torch.cuda.current_stream(self.mu.device).record_event()
 
     def forget_step(self) -> None:
@@ -157,9 +158,11 @@ class AutomaticScaling:
         return total
 
     def _set_mu(self, counts: Tensor) -> None:
+        # FP32 holds every whole number up to 2^24 alone, and a step casts more values than that
         saturated, cast = counts.double()
         # on the device, where the counts are: the host need not wait for them
         factor = torch.where(saturated > SATURATED_AT_MOST * cast, self.mu.new_full((), 0.5), GROWTH)
+        # a step in which all messages were too small for FP8 says nothing about saturation
         self.mu *= torch.where(cast > 0, factor, 1.0)
 
     def _count(self, encoded: Tensor) -> None:

@@ -170,6 +170,8 @@ class Call:
         self.group = group_or_all(group)  # looked up once
         self.ranks = ranks_of(self.group)
         self._given = tensor.nbytes if given is None else given
+        # before the decision: ranks that differ would decide differently, and wait in different collectives for each
+        # other
         self._claim = observer.enter(
             self.group,
             claimed_as or name,

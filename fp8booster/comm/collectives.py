@@ -42,6 +42,7 @@ def all_reduce(
     encoding, ranks = call.encoding, call.ranks
     if call.uncompressed:
         if divides(op, tensor, ranks):
+            # detached: autograd refuses to change a leaf in place
             tensor.detach().div_(ranks)
             op = ReduceOp.SUM
         return call.finish(dist.all_reduce(tensor, op, call.group, async_op), [tensor])
@@ -89,6 +90,7 @@ def all_reduce_coalesced(
 
 def _buckets(tensors: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
     """Yield the tensors, those of one dtype together, in lists of at most `bucket_bytes` or of one tensor."""
+    # no set: its order may differ between ranks, and each message must meet the same one of the others
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         bucket: list[Tensor] = []
         size = 0
@@ -108,6 +110,7 @@ def copy_parts(tensors: Sequence[Tensor], message: Tensor) -> None:
     """Set tensors to the values that lie side by side in a message."""
     parts = message.split([tensor.numel() for tensor in tensors])
     shaped = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+    # all at once: a model has hundreds of tensors, most of them small, and each would be a launch
     torch._foreach_copy_(list(tensors), shaped)
 
 
@@ -194,6 +197,7 @@ def reduce_scatter_coalesced(
     if not call.uncompressed:
         _sum_parts(call, inputs, outputs, outputs)
     elif ranks == 1 and op in (ReduceOp.SUM, ReduceOp.AVG):
+        # sum and mean of one rank are its values, which need not be copied side by side first
         torch._foreach_copy_(outputs.split(sizes), [tensor.view(-1) for tensor in inputs])
     else:
         values = side_by_side(inputs, ranks)
@@ -213,6 +217,7 @@ def _sum_parts(call: Call, values: Sequence[Tensor], sums: Tensor, output: Tenso
         encoding.encode(values, message, layout, call.name)
         # every rank sends each other one its part: FP8 values cannot be added on their way without rounding each sum
         work = dist.all_to_all_single(received, message, group=call.group, async_op=asynchronous)
+        # both are kept: the transport reads the one until it has ended, and the sum is made of the other
         return Transfer(work, lambda: encoding.decode_sum(received, sums, layout, factor), (received, message))
 
     return call.run({"all_to_all_single": layout.bytes}, begin, values, [output])
@@ -237,6 +242,7 @@ def divides(op: Op, tensor: Tensor, ranks: int) -> bool:
 
 def factor_of(op: Op, ranks: int) -> float:
     """Return the number by which each rank's values are multiplied before they are added."""
+    # the sum is multiplied by it in FP32 before it is rounded: a mean costs no pass and no rounding of its own
     return 1.0 / ranks if op == ReduceOp.AVG else 1.0
 
 
@@ -377,6 +383,7 @@ def all_to_all(
     ranks = ranks_of(group)
     require_one_for_each(input_tensor_list, ranks, "input_tensor_list")
     require_one_for_each(output_tensor_list, ranks, "output_tensor_list")
+    # a rank outside the group may give empty lists, which have no first tensor to decide by
     if ranks < 1:
         return dist.all_to_all(output_tensor_list, input_tensor_list, group, async_op)
     given = sum(tensor.nbytes for tensor in input_tensor_list)

@@ -54,6 +54,7 @@ def ddp_hook(state: DDPState | None, bucket: dist.GradBucket) -> torch.futures.F
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
         if state.apart is not None and state.apart(parameter)
     ]
+    # DDP wants a tensor of the future, and that of a collective has the list of its outputs
     if not gradients:
         return _average(bucket.buffer(), state).get_future().then(lambda future: future.value()[0])
     # DDP takes back one buffer. Zeros stand in it for gradients that are sent apart, and cost no precision there

@@ -52,6 +52,7 @@ class Encoding:
         formats.require_format(self.format)
         require_switch(self, "power_of_two", "automatic_scaling")
         size = self.block_size
+        # by the type itself: True is an int too
         is_size = type(size) is int and SMALLEST_BLOCK <= size <= LARGEST_BLOCK and size & (size - 1) == 0
         if size is not None and not is_size:
             raise ValueError(
@@ -96,6 +97,7 @@ class Encoding:
         block_cast.decode_sum_encode(messages, message, layout, self.format, self.power_of_two, factor)
 
         def sums() -> Tensor:
+            # with a scale a block, one kernel on a GPU adds and casts, and writes no sums: who looks makes them again
             found = torch.empty(layout.counts[0], dtype=torch.float32, device=message.device)
             self.decode_sum(messages, found, layout, factor)
             return found

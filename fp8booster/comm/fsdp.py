@@ -60,6 +60,7 @@ def flat_fsdp_hook(state: FlatFSDPState, gradient: Tensor, shard: Tensor | None 
         return
     reduce_scatter_tensor(shard, gradient, dist.ReduceOp.AVG, state.group, **how)
     if state.replicas is not None:
+        # the shard alone goes to the replicas, as a rule between nodes: a fraction of the gradient's bytes
         all_reduce(shard, dist.ReduceOp.AVG, state.replicas, **how)
 
 

@@ -161,6 +161,7 @@ class Observer:
             reason: why they do.
             calls: how many.
         """
+        # torch says -1 outside of the group, where nothing is sent, as in a group of one
         sent = bytes_sent(collective or name, payload, max(ranks, 1))
         self.count(name, calls, sent, sent, reason)
 
@@ -217,6 +218,7 @@ observer = Observer()
 def statistics() -> Statistics:
     """Return what this process sent since it began, or since `reset_statistics`."""
     with observer.lock:
+        # a copy: rows go on counting, and a caller compares two of these
         return Statistics(copy.deepcopy(dict(observer.rows)))
 
 

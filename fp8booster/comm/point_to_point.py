@@ -65,6 +65,7 @@ def isend(
         return Transfer(dist.isend(message, dst, group, tag, group_dst), messages=(message,))
 
     if reason is not None:
+        # torch's own handle: what is sent is the caller's tensor, so no memory is to be kept and nothing decoded
         return begin(True).work
     return _handle(run(begin, [tensor], [], group, async_op=True), [])
 
@@ -95,6 +96,7 @@ class P2POp(dist.P2POp):
 
     def __new__(cls, op: Callable[..., Any], tensor: Tensor, *_: Any, **__: Any) -> P2POp:
         """Check the operation as torch does."""
+        # torch accepts its own isend and irecv alone
         return super().__new__(cls, _transport(op), tensor)
 
     def __init__(
@@ -185,6 +187,7 @@ def _outgoing(tensor: Tensor, group: Group, encoding: Encoding, reason: str | No
 def _incoming(tensor: Tensor, encoding: Encoding, reason: str | None) -> tuple[Tensor, Callable[[], None]]:
     """Return the memory to receive a tensor in, and the function to call once it is there."""
     if reason is not None:
+        # torch does not count what it receives as a change, by which a stale amax or FP8 copy would be known
         return tensor, lambda: torch.autograd.graph.increment_version(tensor)
     values = flat(tensor, "tensor")
     layout = encoding.even(values.numel())

@@ -67,6 +67,7 @@ def gather_many(messages: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGr
     """Begin to gather (message, own part) for several messages, by one launch of NCCL; wait for all it returns."""
     if ranks_of(group) == 1:  # such as that of the ranks which hold the same experts
         for message, own in messages:
+            # one rank's part is the whole message, which callers mostly write in its place
             if message.data_ptr() != own.data_ptr():
                 message.copy_(own)
         return []
@@ -91,6 +92,7 @@ def agree_on_amax(
         known: the largest magnitude of each shard, float32 [], or None where it is to be found. None: all are.
     """
     known = known or [None] * len(shards)
+    # one call for all that are not known: each by itself would cost a launch
     found = iter(amaxes_of([shard for shard, amax in zip(shards, known, strict=True) if amax is None]))
     amaxes = torch.stack([next(found) if amax is None else amax for amax in known])
     # a MAX reduction drops NaN; an infinite amax makes the scale NaN as well
@@ -106,4 +108,5 @@ def largest_of_each(amaxes: Tensor, first: Tensor) -> Tensor:
         amaxes: float32 [N].
         first: int64 [N], for each weight the place of the first one that it shares a scale with, or its own.
     """
+    # no amax is below zero, so the zeros that it begins with are never the largest
     return torch.zeros_like(amaxes).scatter_reduce(0, first, amaxes, "amax")[first]

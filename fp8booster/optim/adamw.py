@@ -341,6 +341,7 @@ class AdamW(Optimizer):
             state.codes["step"] += 1
         steps, numbers = [state.codes["step"] for state in states], [self._numbers[each] for each in parameters]
         rows = step_rows(rates, steps, numbers, device, divisor)
+        # counted on the device: the host would wait for it at each step, and mostly for a zero
         if device not in self._skipped:
             self._skipped[device] = torch.zeros((), dtype=torch.int32, device=device)
         for parameter, gradient, state, row in zip(parameters, gradients, states, rows, strict=True):
@@ -397,6 +398,7 @@ class AdamW(Optimizer):
                 "step": as_tensor(state.codes["step"]),
                 "exp_avg": state["exp_avg"],
                 "exp_avg_sq": state["exp_avg_sq"],
+                # a copy: the next step writes to the weight, which is its own master
                 "master": value.clone() if low is None else master_of(value, low).view_as(value),
             }
         return full
@@ -432,6 +434,7 @@ class AdamW(Optimizer):
 
     def _load(self, parameter: torch.Tensor, given: Mapping[str, Any]) -> None:
         moved = {
+            # copied even on the same device: a step changes codes in place, and a caller may load the state again
             name: value.to(parameter.device, copy=True) if isinstance(value, torch.Tensor) else value
             for name, value in given.items()
             if name not in ("master", "step")

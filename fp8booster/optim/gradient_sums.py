@@ -49,8 +49,10 @@ def added(total: GradientSum | None, gradient: Tensor, kind: str, parameter: int
             each()
         return codes
     if total is None:
+        # one gradient alone is not widened: nothing has been added yet that FP32 would keep
         return gradient.bfloat16() if kind == "16-bit" else gradient
     assert isinstance(total, Tensor)  # of another kind are codes alone
+    # `to` makes a copy for the second gradient at most; from then on the sum has the type, and is added to in place
     return total.to(torch.bfloat16 if kind == "16-bit" else torch.float32).add_(gradient)
 
 
@@ -60,4 +62,5 @@ def value_of(total: GradientSum, gradient: Tensor | None = None, dtype: torch.dt
     if isinstance(total, GroupCodes):
         return read_sums(total, None if gradient is None else gradient.contiguous(), dtype)
     flat = total.flatten()
+    # the last gradient need not be rounded to the sum's type: the sum is not kept after it
     return (flat if gradient is None else flat.float() + gradient.flatten()).to(dtype)

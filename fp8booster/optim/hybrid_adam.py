@@ -144,7 +144,9 @@ class HybridAdam(Optimizer):
         """Yield the parameters with a gradient, those that one call can update together."""
         kinds: dict[tuple[torch.device, torch.dtype, torch.dtype], list[torch.nn.Parameter]] = {}
         for parameter in group["params"]:
+            # a rank may hold nothing of a parameter, and nothing has no largest magnitude
             if parameter.grad is not None and parameter.numel() > 0:
+                # torch's fused operator takes one device and one type in a call
                 kind = parameter.device, parameter.dtype, parameter.grad.dtype
                 kinds.setdefault(kind, []).append(parameter)
         for parameters in kinds.values():
@@ -214,6 +216,7 @@ class HybridAdam(Optimizer):
         if isinstance(div_scale, torch.Tensor):
             divisor = div_scale.to(device)
         elif div_scale != -1:
+            # filled there: for a copy of a number from the host it would wait for the device
             divisor = torch.full((), div_scale, dtype=torch.float32, device=device)
         gradients = [each.grad.data for each in parameters if each.grad is not None]
         if _in_one_pass(group, parameters[0]):

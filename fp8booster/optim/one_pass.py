@@ -68,7 +68,9 @@ def has_hooks(optimizer: Optimizer) -> bool:
         )
     )
     return not all(
-        hasattr(hook, COUNTS_STEPS) or getattr(hook, "__module__", None) == "torch.profiler" for hook in hooks
+        # torch.profiler registers a hook for all optimizers when it is imported, which counts steps for its traces
+        hasattr(hook, COUNTS_STEPS) or getattr(hook, "__module__", None) == "torch.profiler"
+        for hook in hooks
     )
 
 
@@ -122,6 +124,7 @@ def _make_states(optimizer: Adam, group: dict[str, Any], parameters: list[nn.Par
     held = [each.grad for each in parameters]
     for each in parameters:
         each.grad = each.detach()
+    # the lists are those that torch's step would read, and this one reads the states
     optimizer._init_group(group | {"params": parameters}, *([] for _ in range(6)))
     for each, gradient in zip(parameters, held, strict=True):
         each.grad = gradient

@@ -105,6 +105,7 @@ class State(MutableMapping[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name == "step":
+            # the host makes each step's corrections from it, and would wait for a tensor on a GPU
             self.codes[name] = int(value)
         elif name == LOW:
             # engines may have passed it on in floating point

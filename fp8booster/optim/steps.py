@@ -25,6 +25,7 @@ def update_by_device(
 ) -> list[torch.Tensor]:
     """Call `update`, as `AdamW.update_shards`, for the parameters of each device; return amaxes in their order."""
     amaxes: dict[int, torch.Tensor] = {}
+    # engines may have moved part of the masters to the host, and a kernel reads the memory of one device
     for device in dict.fromkeys(parameter.device for parameter in parameters):
         places = [place for place, parameter in enumerate(parameters) if parameter.device == device]
         here, of_here = [parameters[place] for place in places], [gradients[place] for place in places]
@@ -50,4 +51,5 @@ def clipping_divisor(norm: torch.Tensor, loss_scale: float, max_norm: float) -> 
     # on the device: a step need not wait until the host knows the norm
     # 1e-6 as in Colossal-AI, so that the same norm clips alike
     over = (norm / loss_scale + 1e-6) / max_norm
+    # no clamp, which passes NaN on: every gradient would become NaN, and not only those that are
     return loss_scale * torch.where(over > 1, over, 1.0)

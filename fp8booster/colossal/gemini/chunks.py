@@ -96,12 +96,15 @@ class ReducedChunk(Chunk):
                 comm.reduce_scatter_tensor(own, gradients, ReduceOp.AVG, self.torch_pg, encoding=self.encoding)
             else:
                 own.copy_(gradients)
+            # replicas average the shard alone, which is all that they keep
             self._average(own, self.extra_dp_group)
             if gradients.is_cuda:  # made on another stream, which must not overwrite it yet
                 gradients.record_stream(torch.cuda.current_stream(gradients.device))
             take_memory(gradients)
             self.cuda_shard, self.is_gathered = own, False
         if self.earlier is not None:
+            # behind the reduction: with the sum in the message, earlier micro-batches would be rounded to FP8 once more
+            # each time
             own.add_(self.earlier.to(own.device))
             if self.earlier.is_cuda:  # made on another stream, too
                 self.earlier.record_stream(torch.cuda.current_stream(own.device))
@@ -117,6 +120,7 @@ class ReducedChunk(Chunk):
         own, end = (
             (self.cuda_global_chunk, self.utilized_size) if self.is_gathered else (self.cuda_shard, self.valid_end)
         )
+        # in FP32: squares leave FP16's range, and a sum of many in BF16 soon grows no more
         self.l2_norm = torch.linalg.vector_norm(own[:end], dtype=torch.float32).square()
 
     def init_grad_chunk(self) -> Chunk:
@@ -250,6 +254,7 @@ class FP8Chunk(ReducedChunk):
         else:
             # into the same storage: what autograd saved of it in forward is read in backward
             give_memory(self._decoded[parameter])
+        # multiplied in FP32, and rounded once, by the copy
         self._decoded[parameter].copy_(matrix.data.float() * matrix.inverse_scale)
         parameter.data = self._decoded[parameter]
 

@@ -184,6 +184,7 @@ class FP8GeminiDDP(GatheringGeminiDDP):
         # autograd checks the shape of what a hook returns, and would keep a real gradient beside the chunk
         placeholder = torch.empty_like(gradient)
         take_memory(placeholder)
+        # Gemini gathers what a torch function reads, and this chunk is about to be released
         with torch._C.DisableTorchFunction():
             manager = self.chunk_manager
             chunk = manager.get_chunk(parameter)
@@ -283,6 +284,7 @@ class FP8GeminiDDP(GatheringGeminiDDP):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         with self._masters_are_the_weights(), self._in_fp32():
             super()._load_from_state_dict(*args, **kwargs)
+        # the load wrote to masters, and layers read bytes that are cast from them
         self.publish_masters()
 
 

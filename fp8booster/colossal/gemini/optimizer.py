@@ -67,6 +67,7 @@ class FP8GeminiOptimizer(BoostedOptimizer, GeminiOptimizer):
         if type(self.optim) not in OURS:
             return {}
         device = get_accelerator().get_current_device()
+        # those of offloaded masters come from the host, which need not wait until they are there
         amaxes = {shard: amax.to(device, non_blocking=True) for shard, amax in self.optim.amaxes.items()}
         self.optim.amaxes = {}
         if has_hooks(self.optim):  # which may have changed the masters since
@@ -152,6 +153,7 @@ class FP8GeminiOptimizer(BoostedOptimizer, GeminiOptimizer):
         self._current_grad_norm = norm = self._calc_global_norm()
         divisor = clipping_divisor(norm, scale, self.max_norm)
         if type(self.optim) in OURS:
+            # these read it on the device, so the host waits for no norm
             return divisor.float()
         number = divisor.item()  # which is what Colossal-AI's own optimizers take
         return -1 if number == 1 else number

@@ -54,6 +54,7 @@ class FP8HybridParallelModule(SavesMasters, HybridParallelModule):
         model.partial_sums = partial_sums(model, encoding=encoding)
         model.stage_sums = stage_sums(model, encoding=encoding)
         if is_new and model.use_ddp:
+            # without tensor parallelism no rank holds a copy that could diverge, and one message for all is cheaper
             apart = is_replicated if dist.get_world_size(model.tp_group) > 1 else None
             state = comm.DDPState(group=model.dp_group, apart=apart, encoding=encoding)
             model.module.register_comm_hook(state, comm.ddp_hook)

@@ -174,6 +174,8 @@ class FP8PipelineCommunication(PipelineP2PCommunication):
         return [
             comm.P2POp(
                 op,
+                # a message is cast from values side by side; buffers to receive in are contiguous, and so stay
+                # themselves
                 tensor.contiguous(),
                 peer,
                 group,

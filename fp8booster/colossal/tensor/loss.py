@@ -174,6 +174,7 @@ class _LazyLogits:
         loss = self._sum(targets)
         if spread:
             # gradients are averaged over the ranks of sequence parallelism later, as in Colossal-AI
+            # both numbers in one reduction: of so few bytes its latency is what counts
             loss, count = reduce_forward(torch.stack((loss, count.float())), group, grad_scale=ranks)
             count = count.detach()
         return loss / count

@@ -94,6 +94,7 @@ class WeightBatch:
         self.matrices, self.transposes, self.inverse_scales, _ = map(
             list, zip(*(each.quantized for each in weights), strict=True)
         )
+        # views into what is gathered: the cast writes this rank's part of the message itself, which nobody copies then
         self._own = [each.flat.chunk(ranks)[rank] for each in weights]
         self.messages = [
             (each.flat.view(torch.uint8), own.view(torch.uint8)) for each, own in zip(weights, self._own, strict=True)
@@ -210,6 +211,8 @@ class GatheredWeights:
         for weight, shard in zip(working, shards, strict=True):
             groups, payload = self._optimizer.param_to_pg[weight], shard.nbytes
             reason = self._reasons.get(weight) or ("for a checkpoint" if weight in self else NOT_FP8)
+            # the last of two groups gathers first, as in Colossal-AI, and the other one then sends what that has
+            # gathered
             for group in reversed(groups) if isinstance(groups, tuple) else (groups,):
                 ranks = ranks_of(group)
                 calls[ranks, reason] += 1
@@ -309,6 +312,7 @@ class GatheredWeights:
 
     def _planned(self, updated: list[GatheredWeight]) -> _Plan:
         by_ranks: dict[dist.ProcessGroup, list[ScaleGroup]] = {}
+        # no set: its order would differ from rank to rank, and all must send the groups in one
         for group in dict.fromkeys(each.group for each in updated):
             by_ranks.setdefault(self._optimizer.param_to_pg[group.layers[0].held_weight], []).append(group)
         batches = [(ranks, list(self._batches(groups, ranks))) for ranks, groups in by_ranks.items()]

@@ -117,6 +117,7 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         optimizer.gradient_encoding = config.messages or Encoding()
         optimizer.automatic_scaling = None
         if optimizer.gradient_encoding.automatic_scaling:
+            # of the largest group: over fewer ranks, as those of an expert, sums have more room than they need
             ranks = max(store.world_size for store in optimizer.pg_to_grad_store.values())
             optimizer.automatic_scaling = AutomaticScaling(ranks, get_accelerator().get_current_device())
         # Colossal-AI's flag makes the host wait for the device after each backward; here streams wait for each other
@@ -321,6 +322,8 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
             # also without gradients: every rank takes part in the reductions
             of_group = torch.zeros_like(squares)
             if gradients:
+                # from the norm of each, found beside backward: the step reads no gradient for it that has not changed
+                # since
                 of_group += torch.stack(noted_norms(gradients)).square().sum()
             for ranks in group if isinstance(group, tuple) else (group,):
                 dist.all_reduce(of_group, group=ranks)
@@ -390,6 +393,7 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         """Give masters their gradients, of their dtype and divided, for an optimizer that steps by itself."""
         masters = [update.master for update in updates]
         for master, update in zip(masters, updates, strict=True):
+            # torch takes no gradient of another type than the parameter's
             master.grad = update.gradient.to(master.dtype)
         if divisor is not None:
             for device in {master.device for master in masters}:  # offloaded ones lie on the CPU
