@@ -88,7 +88,7 @@ def convert(
         )
     if state is not None:
         _check_precision(model, state.mixed_precision)
-    plugin = None if state is None else _sharding_of(state)
+    plugin = None if state is None else _sharding_of(state, model)
     device = next((each.device for each in model.parameters()), torch.device("cpu")) if state is None else state.device
     require_fp8(device, config.emulate, config.granularity)
     if state is not None and plugin is None and getattr(model, "hf_device_map", None) is None:
@@ -130,7 +130,7 @@ def _check_precision(model: nn.Module, mixed_precision: str) -> None:
         )
 
 
-def _sharding_of(state: AcceleratorState) -> Any:
+def _sharding_of(state: AcceleratorState, model: nn.Module) -> Any:
     """Return accelerate's plugin of FSDP2, or None without it; ValueError where FP8 layers do not go with an engine."""
     kind = state.distributed_type.value
     if kind in ("DEEPSPEED", "MEGATRON_LM"):
@@ -139,7 +139,7 @@ def _sharding_of(state: AcceleratorState) -> Any:
             "fp8booster.plugins"
         )
     plugin = state.fsdp_plugin if kind == "FSDP" else None
-    if plugin is not None and (reason := why_not_sharded(plugin)) is not None:
+    if plugin is not None and (reason := why_not_sharded(plugin, model)) is not None:
         raise ValueError(reason)
     return plugin
 

@@ -9,12 +9,18 @@ from torch.distributed.fsdp import FSDPModule
 
 from fp8booster.comm import Encoding, compress_fsdp
 from fp8booster.nn.fsdp.handle import follow_resharding
+from fp8booster.nn.linear.frozen import FrozenLayer
 
 
-def why_not_sharded(plugin: Any) -> str | None:
-    """Return why FP8 layers do not go with a `FullyShardedDataParallelPlugin` of accelerate; None if they do."""
+def why_not_sharded(plugin: Any, model: nn.Module) -> str | None:
+    """Return why a `FullyShardedDataParallelPlugin` of accelerate does not shard a model in FP8; None if it does."""
     if plugin.fsdp_version == 1:
         return "FSDP1 flattens the parameters that FP8 layers cast; choose FSDP2, by fsdp_version=2"
+    if any(isinstance(module, FrozenLayer) for module in model.modules()):
+        return (
+            "weights that are frozen in FP8 would be whole on each rank under FSDP2, and its checkpoints do not hold "
+            "them; train adapters on them with DDP"
+        )
     return None
 
 

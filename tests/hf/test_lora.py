@@ -5,13 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import peft
+import pytest
 import torch
+from accelerate.state import AcceleratorState
 from transformers import Trainer, TrainingArguments, set_seed
 
-from fp8booster import FP8Config, quantize
+from fp8booster import FP8Config, comm, quantize
 from fp8booster.hf import FP8Callback
 from fp8booster.nn import FrozenFP8Linear
 from tests.colossal.models import tiny_llama
+from tests.distributed import ranks, shared_folder
 from tests.hf.ways import ALWAYS, EVALUATED, SAVED, STEPS, TRAINED, Run, arguments, run_trainer
 
 LORA = {"task_type": "CAUSAL_LM", "r": 8, "target_modules": "all-linear"}
@@ -22,6 +25,7 @@ def base() -> torch.nn.Module:
 
 
 def train(folder: Path, model: torch.nn.Module, callbacks: list[FP8Callback], resume: bool = False) -> Run:
+    AcceleratorState._reset_state(reset_partial_state=True)
     set_seed(0)
     trainer = Trainer(
         peft.get_peft_model(model, peft.LoraConfig(**LORA)),
@@ -63,3 +67,15 @@ def test_peft_loads_the_adapters_that_it_saves(tmp_path: Path) -> None:
     assert trained.keys() == loaded.keys()
     assert all(torch.equal(each, loaded[name]) for name, each in trained.items())
     assert all(each.any() for name, each in trained.items() if "lora_B" in name)
+
+
+@ranks(2)
+def test_gradients_of_adapters_are_sent_in_fp8() -> None:
+    folder = shared_folder("adapters")
+    native = train(folder / "bf16", base(), [])
+    ours = frozen(folder / "fp8")
+    assert ours.losses == pytest.approx(native.losses, rel=0.03)
+    sent = comm.statistics()["all_reduce"]
+    assert sent.calls == STEPS
+    assert sent.raw_bytes == 4 * STEPS * sum(each.numel() for each in ours.model.parameters() if each.requires_grad)
+    assert not sent.uncompressed

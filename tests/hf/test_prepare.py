@@ -16,7 +16,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
-from fp8booster import FP8Config, FP8Linear
+from fp8booster import FP8Config, FP8Linear, quantize
 from fp8booster.hf import FP8Callback, prepare
 from tests.colossal.models import tiny_llama, token_batch
 from tests.hf.ways import ALWAYS, TRAINED, arguments
@@ -90,6 +90,13 @@ def test_engines_that_do_not_go_with_fp8_are_refused(kind: DistributedType, says
     with pytest.raises(ValueError, match=says):
         prepare(model, ALWAYS, accelerator=accelerator)
     assert not any(isinstance(each, FP8Linear) for each in model.modules())
+
+
+def test_weights_frozen_in_fp8_are_not_sharded() -> None:
+    plugin = SimpleNamespace(fsdp_version=2, transformer_cls_names_to_wrap=None)
+    state = SimpleNamespace(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin, mixed_precision="bf16")
+    with pytest.raises(ValueError, match=r"whole on each rank under FSDP2, .*; train adapters on them with DDP"):
+        prepare(quantize(tiny_llama(), ALWAYS), accelerator=SimpleNamespace(ddp_handler=None, state=state))
 
 
 def test_an_accelerator_that_converts_to_fp8_itself_is_refused() -> None:
