@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 from importlib import import_module
 
@@ -13,12 +12,8 @@ import fp8booster.plugins  # noqa: F401  (patches Colossal-AI before it is impor
 
 def spare_time() -> None:
     """Skip what takes half of the time to boost a tiny model, and what no test looks at."""
-    import colossalai.booster.plugin
     import transformers.models.llama.modeling_llama  # noqa: F401
     from colossalai.logging import DistributedLogger
-
-    with contextlib.suppress(ImportError):  # transformers 5: Colossal-AI cannot shard its models
-        import colossalai.shardformer.policies.llama  # noqa: F401
 
     # a plugin that goes collects garbage, and would look through all that was ever imported
     gc.collect()

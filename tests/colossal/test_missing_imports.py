@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from abc import ABC
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -14,23 +16,25 @@ from transformers import cache_utils
 from fp8booster.colossal.compat.environment import missing_imports_are_late_errors
 from fp8booster.colossal.compat.registry import Replacements
 from fp8booster.colossal.sharding import SHARDED_TRANSFORMERS
+from tests.distributed import TEST_SECONDS
 
 OF_TRANSFORMERS = "from transformers.cache_utils import Cache, NoCache\nfrom transformers.no_masks import mask, MASKS\n"
 
 
 @pytest.fixture
-def run() -> Iterator[Callable[..., dict]]:
-    """Run the code of a module while the stand-ins are there, and return what it defines."""
-    replacements = Replacements()
-    missing_imports_are_late_errors(replacements)
+def run() -> Callable[..., dict]:
+    """Run the code of a module as it is imported, and return what it defines."""
 
     def run_module(code: str, name: str = "colossalai.shardformer") -> dict:
-        defined = {"__name__": name}
-        exec(code, defined)
+        replacements, defined = Replacements(), {"__name__": name}
+        missing_imports_are_late_errors(replacements)
+        try:
+            exec(code, defined)
+        finally:
+            replacements.undo()
         return defined
 
-    yield run_module
-    replacements.undo()
+    return run_module
 
 
 def test_a_name_that_transformers_has_no_more_is_refused_when_it_is_used(run: Callable[..., dict]) -> None:
@@ -77,3 +81,36 @@ def test_a_package_that_is_there_and_lacks_something_itself_says_what(
     importlib.invalidate_caches()
     with pytest.raises(ModuleNotFoundError, match="a_package_that_nobody_has"):
         run("from galore_torch import GaLoreAdamW", "colossalai.nn.optimizer")
+
+
+USED_AS_IMPORTED = """
+from abc import ABC
+from typing import Optional
+from transformers.no_utils import Base, MASKS, add_docstring, is_here, logging
+logger = logging.get_logger(__name__)
+here = "yes" if is_here() else "no"
+made = [each for each in MASKS] + [MASKS["sdpa"].count]
+class Policy(Base, ABC):
+    @add_docstring("text")
+    def forward(self, cache: Base | None = None, other: Optional[Base] = MASKS.default): ...
+"""
+
+
+def test_uses_of_missing_names_while_a_module_is_imported_are_refused_afterwards(run: Callable[..., dict]) -> None:
+    made = run(USED_AS_IMPORTED)
+    assert made["here"] == "no"
+    assert issubclass(made["Policy"], ABC)
+    late = (made["Policy"], made["Policy"].forward, made["made"][0], lambda: made["logger"].warning("a text"))
+    for use in late:
+        with pytest.raises(ImportError, match=r"^colossalai\.shardformer needs transformers\.no_utils\.\w+, which"):
+            use()
+
+
+@pytest.mark.parametrize(("seed", "share"), [(0, 1.0), (1, 0.5), (2, 0.2), (3, 0.05)])
+def test_plugins_are_imported_whatever_a_release_lacks(seed: int, share: float) -> None:
+    program = [sys.executable, "-m", "tests.colossal.thinned", str(seed), str(share)]
+    done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=TEST_SECONDS)
+    assert done.returncode == 0, done.stderr
+    missing, refused = map(int, done.stdout.split())
+    assert missing > 0
+    assert refused > 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -173,14 +173,16 @@ def shards_name_a_tied_weight_once(
 )
 def sharded_checkpoint_keeps_its_config(module: ModuleType, replacements: Replacements) -> None:
     """Without it the file is left out in silence, and `from_pretrained` cannot load the checkpoint."""
-    import transformers.modeling_utils  # here, not above: importing fp8booster.colossal must stay cheap
+    with suppress(ImportError):
+        from transformers.modeling_utils import get_parameter_dtype  # noqa: F401
 
-    if hasattr(transformers.modeling_utils, "get_parameter_dtype"):
         return
 
     def save_config_file(model: nn.Module, checkpoint_path: str, is_master: bool = True) -> None:
         if isinstance(model, module.PeftUnwrapMixin):
             model = model.base_model
+        import transformers  # here, not above: importing fp8booster.colossal must stay cheap
+
         if not isinstance(model, transformers.PreTrainedModel) or not is_master:
             return
         model.config.dtype = model.dtype

@@ -7,11 +7,12 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABCMeta
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,29 +24,48 @@ from fp8booster.nn.graphs import free_graphs
 _PACKAGES = {
     "bitsandbytes": "bitsandbytes",
     "galore_torch": "galore-torch",
+    "peft": "peft==0.13.2",
     "transformers": f"transformers=={SHARDED_TRANSFORMERS}",
 }
 """The packages that are stood in for, and what to install for each."""
 
 
-class _StandIn(type):
-    """The class of stand-ins: these can be named and subclassed, and refuse all else."""
+class _StandIn(ABCMeta):
+    """The class of stand-ins: these can be named, tested and subclassed, beside abstract classes too.
 
+    They refuse all else. Code that runs as Colossal-AI is imported, such as a decorator, a logger or the question
+    whether a package is there, gets another stand-in instead, which counts as false.
+    """
+
+    importing = False
     refusal: str
 
-    def __call__(cls, *_: Any, **__: Any) -> NoReturn:
-        raise ImportError(cls.refusal)
+    def __call__(cls, *_: Any, **__: Any) -> type:
+        return cls._result()
 
-    def __getitem__(cls, _: Any) -> NoReturn:
-        raise ImportError(cls.refusal)
+    def __getitem__(cls, _: Any) -> type:
+        return cls._result()
 
-    def __getattr__(cls, name: str) -> NoReturn:
-        # Python asks a class for names with underscores to see what it can do
-        raise AttributeError(name) if name.startswith("__") else ImportError(cls.refusal)
+    def __getattr__(cls, name: str) -> type:
+        if name.startswith("__"):  # for which Python asks a class to see what it can do
+            raise AttributeError(name)
+        return cls._result()
+
+    def __iter__(cls) -> Iterator[type]:
+        cls._result()
+        return iter(())
+
+    def __bool__(cls) -> bool:
+        return False
+
+    def _result(cls) -> type:
+        if not cls.importing:
+            raise ImportError(cls.refusal)
+        return _StandIn(cls.__name__, (), {"__module__": cls.__module__, "refusal": cls.refusal})
 
 
 def _stand_in(module: str, name: str, importer: str) -> type:
-    """Return the stand-in for `module.name` in module `importer`."""
+    """Return the stand-in for `module.name`, which `importer`, a module or an argument, needs."""
     package = module.partition(".")[0]
     try:
         reason = f"which {package} {version(package)} does not have"
@@ -58,7 +78,7 @@ def _stand_in(module: str, name: str, importer: str) -> type:
 @patch(
     "colossalai",
     "nn/optimizer/__init__.py:1, nn/optimizer/galore.py:7, shardformer/modeling/llama.py:16, deepseek.py:10, ...",
-    "galore_torch or bitsandbytes is not installed, or transformers is newer than 4.51",
+    "galore_torch or bitsandbytes is not installed, or transformers or peft is newer than 4.51 or 0.13",
     during_import=True,
 )
 def missing_imports_are_late_errors(replacements: Replacements) -> None:
@@ -97,17 +117,14 @@ def missing_imports_are_late_errors(replacements: Replacements) -> None:
         return filled
 
     replacements.set(builtins, "__import__", lenient)
+    replacements.set(_StandIn, "importing", True)
 
 
 @patch("quantization.bnb", "24", "bitsandbytes is not installed")
 def quantized_lora_names_bitsandbytes(module: ModuleType, replacements: Replacements) -> None:
     """Without it: NameError: name 'IS_8BIT_BNB_AVAILABLE' is not defined."""
-
-    def quantize_model(*_: Any, **__: Any) -> NoReturn:
-        raise ImportError("quantize=True needs bitsandbytes, which is not installed: pip install bitsandbytes")
-
     if not hasattr(module, "IS_4BIT_BNB_AVAILABLE"):
-        replacements.set_function(module, "quantize_model", quantize_model)
+        replacements.set_function(module, "quantize_model", _stand_in("bitsandbytes", "nn", "quantize=True"))
 
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
