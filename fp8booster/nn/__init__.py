@@ -1,6 +1,7 @@
 """FP8 layers for any PyTorch model."""
 
 from fp8booster.nn.convert import convert_to_fp8
+from fp8booster.nn.distributed import data_parallel, fully_shard
 from fp8booster.nn.fuse import fuse
 from fp8booster.nn.graphs import capture_layers
 from fp8booster.nn.linear.frozen import FrozenFP8Linear
@@ -18,8 +19,10 @@ __all__ = [
     "Report",
     "capture_layers",
     "convert_to_fp8",
+    "data_parallel",
     "forget_weights",
     "fp8_linear",
+    "fully_shard",
     "fuse",
     "quantize",
     "record",

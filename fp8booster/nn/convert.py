@@ -17,7 +17,7 @@ from fp8booster.kernels.alignment import aligned, multiple_for
 from fp8booster.nn.adapters import follow_merges
 from fp8booster.nn.experts.fp8_experts import FP8Experts, are_experts, why_not
 from fp8booster.nn.linear.frozen import FrozenLayer
-from fp8booster.nn.linear.layer import FP8Layer, FP8Linear
+from fp8booster.nn.linear.layer import FP8Layer, FP8Linear, require_own_weights
 from fp8booster.nn.linear.low_rank import low_rank_adapters
 from fp8booster.nn.modules import require_module, vocabulary_heads
 from fp8booster.nn.sharing import share_inputs
@@ -95,10 +95,11 @@ def convert_to_fp8(
 
     Raises:
         ValueError: the model has no linear layers, or the configuration leaves out all of them, or asks for layers at
-            the ends of a model that has no list of layers.
+            the ends of a model that has no list of layers; `fully_shard` has sharded it.
         TypeError: the model is no module, or the configuration no FP8Config.
     """
     require_module(model)
+    require_own_weights(model)
     config = config_or_default(config)
     config = without_large_transposes(config, model)
     kinds = known_kinds(kinds)

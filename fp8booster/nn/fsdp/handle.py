@@ -123,7 +123,21 @@ def compress_flat_fsdp(
         )
     }
     # also where nothing is gathered in FP8: layers that keep FP8 copies would hold the whole model on every rank
-    _keep_no_weights(unit_of)
+    keep_no_weights(unit_of)
+    merged_in = merged_by_unit(model, unit_of)
+    for unit, handle in handles.items():
+        if gather and handle.uses_sharded_strategy and why_not_gathered() is None:
+            FP8FlatParamHandle.convert_in_place(handle, merged_in.get(unit, ()))
+    hold_head(model, unit_of)
+
+
+def merged_by_unit(model: nn.Module, unit_of: Mapping[nn.Module, nn.Module]) -> dict[nn.Module, list[MergedLayers]]:
+    """Return the layers of each unit that are multiplied as one, which hold no FP8 weight between forward and backward.
+
+    Args:
+        model: with units of FSDP or FSDP2.
+        unit_of: the unit of each module whose weights are sharded.
+    """
     merged_in: dict[nn.Module, list[MergedLayers]] = {}
     for merged in merged_layers(model):
         of = {unit_of.get(layer) for layer in merged.layers}
@@ -134,27 +148,25 @@ def compress_flat_fsdp(
         if unit is not None:
             merged.fp8_weight = ReshardedWeight()
             merged_in.setdefault(unit, []).append(merged)
-    for unit, handle in handles.items():
-        if gather and handle.uses_sharded_strategy and why_not_gathered() is None:
-            FP8FlatParamHandle.convert_in_place(handle, merged_in.get(unit, ()))
-    _hold_head(model, unit_of)
+    return merged_in
 
 
 def follow_resharding(model: nn.Module) -> None:
     """Let the FP8 layers and experts of a model keep no FP8 weight between forward and backward.
 
     For a model whose weights are gathered for forward, freed after it and gathered again for backward, into the same
-    tensor: call it after `fully_shard` of FSDP2. `compress_flat_fsdp` does it for the wrapped modules of FSDP1.
+    tensor, as FSDP2 does. `fully_shard` of fp8booster does it, and `compress_flat_fsdp` for FSDP1.
 
     Args:
         model: converted to FP8 layers.
     """
-    _keep_no_weights(model.modules())
+    keep_no_weights(model.modules())
     for merged in merged_layers(model):
         merged.fp8_weight = ReshardedWeight()
 
 
-def _keep_no_weights(modules: Iterable[nn.Module]) -> None:
+def keep_no_weights(modules: Iterable[nn.Module]) -> None:
+    """Let FP8 layers and experts among some modules keep no FP8 weight between forward and backward."""
     for module in modules:
         if isinstance(module, FP8Layer):
             module.fp8_weight = ReshardedWeight(module.weight_is_transposed)
@@ -162,7 +174,7 @@ def _keep_no_weights(modules: Iterable[nn.Module]) -> None:
             module.follow_resharding()
 
 
-def _hold_head(model: nn.Module, unit_of: Mapping[nn.Module, nn.Module]) -> None:
+def hold_head(model: nn.Module, unit_of: Mapping[nn.Module, nn.Module]) -> None:
     """Let a fused loss read its head's weight where that is gathered for as long as the whole model runs."""
     head = fused_head(model)
     if head is None or head not in unit_of:

@@ -11,6 +11,7 @@ from fp8booster.nn.fused.decoder import FusedDecoderLayer, ReplacedAttention, fu
 from fp8booster.nn.fused.families import FAMILIES
 from fp8booster.nn.fused.loss import linear_cross_entropy
 from fp8booster.nn.fused.merged_layers import merged_linears
+from fp8booster.nn.linear.layer import require_own_weights
 from fp8booster.nn.modules import require_module
 
 __all__ = [
@@ -35,6 +36,7 @@ def fuse_model(model: nn.Module, replaced_attention: ReplacedAttention | None = 
         What was fused and what was not, in a line.
     """
     require_module(model)
+    require_own_weights(model)
     fuse_blocks(model, replaced_attention)
     use_fused_loss(model)
     return fused_summary(model)

@@ -535,6 +535,13 @@ def capture_as_configured(model: nn.Module, config: FP8Config) -> None:
         capture_layers(model, only_where_host_limits=graphs is None)
 
 
+def leave_eager(model: nn.Module, reason: str) -> None:
+    """Let captured layers of a model run eagerly from here on; the report gives the reason."""
+    for module in model.modules():
+        if isinstance(module, CapturedLayer):
+            module.fp8_graphs._shared.failure = reason
+
+
 def look_inside(model: nn.Module, when: Callable[[], bool]) -> Callable[[], None]:
     """Let captured layers of a model run eagerly where `when()` is true; return what ends it."""
     shared = {module.fp8_graphs._shared for module in model.modules() if isinstance(module, CapturedLayer)}

@@ -317,6 +317,13 @@ def without_adapter(layer: nn.Module | None) -> nn.Module | None:
     return None if layer is None else layer._modules.get("base_layer", layer)
 
 
+def require_own_weights(model: nn.Module) -> None:
+    """Raise ValueError where an engine gathers weights for FP8 layers of a model as these are."""
+    for module in model.modules():
+        if isinstance(module, FP8Layer) and module.fp8_weight.why_not_replaced is not None:
+            raise ValueError(module.fp8_weight.why_not_replaced)
+
+
 def restore_weight(layer: FP8Layer, *_: Any) -> None:
     """Give a layer's weight its value in 16 bits again, where an engine keeps none; a hook of state dicts."""
     layer.fp8_weight.restore_values()

@@ -7,7 +7,7 @@ from the weights that were gathered again: the copy that was gathered in FP8, or
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -19,13 +19,31 @@ from fp8booster.tensor import QuantizedMatrix
 
 
 class ReshardedWeight(WeightSource):
-    """Holds an FP8 weight only while an engine that gathers in FP8 provides one; else casts at each call."""
+    """Holds an FP8 weight only while an engine that gathers in FP8 provides one; else casts at each call.
+
+    A copy or a pickle of it knows no engine.
+
+    Args:
+        is_transposed: as in `WeightSource`.
+        restore: gives the weights values in 16 bits, where the engine gathers FP8 alone; None: they have values.
+    """
 
     is_transient = True
     may_be_filled = True
 
     held: QuantizedMatrix | None = None
     """The weights as they were gathered in FP8, until they are shards again."""
+
+    def __init__(self, is_transposed: bool = False, restore: Callable[[], None] | None = None) -> None:
+        super().__init__(is_transposed)
+        self._restore = restore
+        if restore is not None:
+            self.lacks_values = self.always = True
+
+    def keep_values(self) -> None:
+        """As `WeightSource.keep_values`; they are gone with what was gathered."""
+        if self._restore is not None:
+            self._restore()
 
     def forward(self, weights: Sequence[torch.Tensor], casts: Casts, *, transpose: bool) -> QuantizedMatrix:
         """Return what was gathered, or a cast made now, without its transpose."""

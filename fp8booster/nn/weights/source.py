@@ -49,6 +49,9 @@ class WeightSource:
     may_be_filled: ClassVar[bool] = False
     """An engine may cast the weights."""
 
+    why_not_replaced: str | None = None
+    """Why another source cannot take this one's place, as where an engine gathers the weights for it alone."""
+
     refusal: str | None = None
     """Why the weights cannot be stacked, as an engine found; their layers run one by one."""
 

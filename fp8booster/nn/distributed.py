@@ -1,0 +1,190 @@
+"""PyTorch's own data parallelism in FP8, each by one call: FSDP2 and DistributedDataParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import fully_shard as shard_by_torch
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from fp8booster.comm.ddp import DDPState, ddp_hook
+from fp8booster.comm.encoding import DEFAULT
+from fp8booster.comm.fsdp import compress_fsdp
+from fp8booster.config import FP8Config, config_or_default
+from fp8booster.nn.convert import convert_to_fp8
+from fp8booster.nn.fsdp.handle import hold_head, keep_no_weights, merged_by_unit
+from fp8booster.nn.fsdp.units import gather_in_fp8, params_of, why_not_gathered
+from fp8booster.nn.fuse import fuse
+from fp8booster.nn.fused import fuse_model
+from fp8booster.nn.fused.decoder import FusedDecoderLayer
+from fp8booster.nn.graphs import leave_eager
+from fp8booster.nn.linear.frozen import FrozenLayer
+from fp8booster.nn.linear.layer import FP8Layer
+from fp8booster.nn.modules import repeated_layers, require_module, vocabulary_heads
+
+BUCKET_MB = 64
+"""Of DDP's buckets: inside a node, smaller messages are faster uncompressed (`comm.threshold`)."""
+
+
+def fully_shard(
+    model: nn.Module,
+    config: FP8Config | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    units: Iterable[nn.Module] | None = None,
+    reshard_after_forward: bool | int | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    fp8_communication: bool = True,
+) -> nn.Module:
+    """Convert a model to FP8, fuse it, and shard it by FSDP2, in place.
+
+    Each decoder layer is a unit, and the root has the rest. The weights of FP8 layers are gathered in FP8: the bytes
+    that are sent are those that are multiplied, and no weight outlives the layer that it was gathered for. Gradients
+    are reduced in FP8. Parameters keep their names; as with torch's `fully_shard` they are DTensors from here on, so
+    make the optimizer afterwards. `torch.distributed.checkpoint` saves and loads them as they are.
+
+    Args:
+        model: converted and fused already, or not; on any device, meta too.
+        config: of the FP8 layers; None keeps that of a converted model, and else is `FP8Config()`.
+        mesh: of one dimension, or of two, (replicas, shards); None: all ranks.
+        units: modules that are gathered at once, the inner ones first; None: the members of each list of layers.
+        reshard_after_forward: as torch's. With a number, which spreads weights over fewer ranks after forward, weights
+            are gathered in 16 bits.
+        mp_policy: as torch's; None gathers other parameters, and computes, in BF16.
+        offload_policy: as torch's; None offloads nothing.
+        fp8_communication: gather and reduce in FP8; else in 16 bits. The products are in FP8 with either.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: the model, or a module of it, is sharded, wrapped or compiled already.
+        TypeError: the model is no module, or the configuration no FP8Config.
+    """
+    config = _prepared(model, config, "fully_shard")
+    moved = "FSDP2 gathers weights elsewhere at each step"
+    if config.cuda_graphs:
+        raise ValueError(f"{moved}, where no CUDA graph finds them; leave cuda_graphs out of the FP8Config")
+    if config.fused:
+        fuse_model(model)
+    leave_eager(model, moved)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if mp_policy is None else mp_policy
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "reshard_after_forward": reshard_after_forward,
+        "offload_policy": OffloadPolicy() if offload_policy is None else offload_policy,
+        # FP8 alone is there of these, which a policy would cast; each rank keeps them whole
+        "ignored_params": {each for layer in _frozen(model) for each in layer.parameters()},
+    }
+    for unit in repeated_layers(model) if units is None else units:
+        # what it is given was made by parameters in this dtype, and to cast it loses the boundaries of packed sequences
+        is_fused = isinstance(unit, FusedDecoderLayer)
+        shard_by_torch(unit, mp_policy=replace(policy, cast_forward_inputs=False) if is_fused else policy, **options)
+    shard_by_torch(model, mp_policy=policy, **options)
+    _reduce_all_experts(model)
+    unit_of: dict[nn.Module, nn.Module] = {}
+    for unit in model.modules():
+        for param in params_of(unit) if isinstance(unit, FSDPModule) else ():
+            for module in (param._module_info.module, *param._module_info.shared_modules):
+                unit_of[module] = unit
+    keep_no_weights(unit_of)
+    merged_in = merged_by_unit(model, unit_of)
+    hold_head(model, unit_of)
+    encoding = config.messages or DEFAULT
+    if fp8_communication:
+        compress_fsdp(model, gather=False, encoding=encoding)
+        if why_not_gathered() is None:
+            gather_in_fp8(model, merged_in, dict.fromkeys(vocabulary_heads(model), "a loss may read it whole"))
+    return model
+
+
+def data_parallel(
+    model: nn.Module,
+    config: FP8Config | None = None,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    fp8_communication: bool = True,
+    **options: Any,
+) -> DistributedDataParallel:
+    """Convert a model to FP8, fuse it, and let PyTorch's DistributedDataParallel train it, with gradients in FP8.
+
+    Each rank holds the whole model, on its device. In FP32 run it under `torch.autocast`, else give it in BF16.
+
+    Args:
+        model: converted and fused already, or not, on the device where it trains.
+        config: of the FP8 layers; None keeps that of a converted model, and else is `FP8Config()`.
+        process_group: the ranks that average gradients; None: all.
+        fp8_communication: average gradients in FP8; else in their precision.
+        options: of DistributedDataParallel; `bucket_cap_mb` is 64 unless given, for larger messages gain more.
+
+    Returns:
+        The model in DDP's wrapper.
+
+    Raises:
+        ValueError: the model, or a module of it, is sharded, wrapped or compiled already.
+        TypeError: the model is no module, or the configuration no FP8Config.
+    """
+    config = _prepared(model, config, "data_parallel")
+    # before the wrapper, which looks at parameters when it is made
+    if config.fused:
+        fuse(model)
+    wrapped = DistributedDataParallel(model, process_group=process_group, **{"bucket_cap_mb": BUCKET_MB, **options})
+    if fp8_communication:
+        wrapped.register_comm_hook(DDPState(group=process_group, encoding=config.messages or DEFAULT), ddp_hook)
+    return wrapped
+
+
+def _prepared(model: nn.Module, config: FP8Config | None, function: str) -> FP8Config:
+    """Convert a model that nothing has sharded yet, and return the configuration of its layers."""
+    require_module(model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            raise ValueError(
+                f"the model was sharded by fully_shard already; give it to fp8booster.{function} as it was before, "
+                "which shards it by itself"
+            )
+        if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)):
+            raise ValueError(
+                f"the model is in {type(module).__name__} already; give the one inside to fp8booster.{function}"
+            )
+        if isinstance(module, OptimizedModule):
+            raise ValueError(f"the model was compiled already; compile what fp8booster.{function} returns")
+    if any(isinstance(each, DTensor) for each in model.parameters()):
+        raise ValueError(
+            "parameters of the model are DTensors, as parallelize_module makes them, which FP8 kernels cannot read; "
+            "give a model that is not split over ranks"
+        )
+    held = next((module.fp8_config for module in model.modules() if isinstance(module, FP8Layer)), None)
+    if config is None and held is not None:
+        return held
+    config = config_or_default(config)
+    convert_to_fp8(model, config)
+    return config
+
+
+def _reduce_all_experts(model: nn.Module) -> None:
+    """Let ranks reduce gradients of the same parameters: one's tokens may leave out experts that another's choose."""
+    if not any(isinstance(module._modules.get("experts"), nn.ModuleList) for module in model.modules()):
+        return
+    reduce_unused = getattr(model, "set_reduce_scatter_unused_params", None)
+    if reduce_unused is None:
+        raise ValueError(
+            "the model has experts that are modules, of which a rank's tokens may leave some out, and this PyTorch's "
+            "FSDP2 cannot reduce gradients that one rank alone has; take PyTorch 2.13 or later"
+        )
+    reduce_unused(True)
+
+
+def _frozen(model: nn.Module) -> list[nn.Module]:
+    """Return the layers whose weights are kept in FP8 alone."""
+    return [module for module in model.modules() if isinstance(module, FrozenLayer)]
