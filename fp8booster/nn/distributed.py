@@ -32,7 +32,8 @@ from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import repeated_layers, require_module, vocabulary_heads
 
 BUCKET_MB = 64
-"""Of DDP's buckets: inside a node, smaller messages are faster uncompressed (`comm.threshold`)."""
+"""Of DDP's buckets: inside a node, messages under 64 MiB are faster uncompressed (`comm.threshold`), and DDP closes a
+bucket with the gradient that fills it."""
 
 
 def fully_shard(

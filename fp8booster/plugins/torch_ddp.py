@@ -9,6 +9,7 @@ from colossalai.booster import plugin
 from colossalai.interface import ModelWrapper, OptimizerWrapper
 
 from fp8booster.comm import DDPState, ddp_hook
+from fp8booster.nn.distributed import BUCKET_MB
 from fp8booster.plugins.fp8_plugin import Engine, FP8Plugin
 
 
@@ -21,9 +22,7 @@ class TorchDDPPlugin(FP8Plugin, plugin.TorchDDPPlugin):
     """
 
     native = plugin.TorchDDPPlugin
-    # inside a node, messages under 64 MiB are faster uncompressed (`comm.threshold`), and DDP closes a bucket with the
-    # gradient that fills it
-    fp8_defaults: ClassVar = {"bucket_cap_mb": 64}
+    fp8_defaults: ClassVar = {"bucket_cap_mb": BUCKET_MB}
 
     def find_engine(self, arguments: Mapping[str, Any]) -> Engine:
         return Engine(
