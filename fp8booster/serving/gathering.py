@@ -44,7 +44,10 @@ def gathered(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def gathered_dtypes(model: nn.Module) -> dict[int, torch.dtype]:
-    """Return the type in which FSDP2 gathers a parameter for the layers, by its identity; others are left out."""
+    """Return the type in which FSDP2 gathers a parameter for the layers, by its identity.
+
+    Left out are those that it gathers in their own type, or in FP8: these bytes are cast from the shards as they are.
+    """
     found = {}
     for module in model.modules():
         if not hasattr(module, "_get_fsdp_state"):
@@ -52,6 +55,7 @@ def gathered_dtypes(model: nn.Module) -> dict[int, torch.dtype]:
         state = cast(Any, module)._get_fsdp_state()
         # one group, or several, by the version of torch
         groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-        for group in filter(None, groups):
-            found.update({id(each.sharded_param): each.param_dtype for each in group.fsdp_params if each.param_dtype})
+        for param in (each for group in filter(None, groups) for each in group.fsdp_params):
+            if param.param_dtype and not hasattr(param, "fp8_unit"):
+                found[id(param.sharded_param)] = param.param_dtype
     return found

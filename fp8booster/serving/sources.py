@@ -176,7 +176,8 @@ class Live(Source):
         if isinstance(layer, FrozenLayer):
             values = layer.quantized.dequantize(*layer.fp8_shape)
             return values.t() if layer.weight_is_transposed else values
-        if layer is not None and layer.fp8_weight.lacks_values:
+        # shards have all values that there are, whatever the layer holds while it is gathered
+        if layer is not None and layer.fp8_weight.lacks_values and not is_sharded(self._tensors[origin]):
             raise ValueError(
                 f"{name} has no values in 16 bits between two steps (WeightCopies.high_precision); use a format with "
                 "the scales of training, or save the model with booster.save_model, and export that folder"

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import fp8booster
@@ -252,3 +253,23 @@ def test_the_example_hands_over_what_it_trained(monkeypatch):
     assert [kl for _, kl in history] == [0.0] * 6
     assert history[-1][0] > 0.5 > 10 * history[0][0]
     assert len(Path(handover.__file__).read_text().splitlines()) <= 40
+
+
+@pytest.mark.parametrize("format", ["tensorwise", "fine-grained"])
+def test_transformers_own_fp8_layers_take_them(format):
+    """Every tensor under its name and in its shape, and none is missing."""
+    from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
+    from transformers.utils.quantization_config import FineGrainedFP8Config
+
+    if format == "tensorwise" and not transformers.__version__.startswith("5."):
+        pytest.skip("transformers 4 has blocks alone")
+    policy = trained(llama(head_dim=128), FP8Config(always=True))
+    settings = CHECKPOINT_FORMATS[format].settings(["lm_head"])
+    theirs = replace_with_fp8_linear(
+        tiny_llama(**SIZES, head_dim=128).bfloat16(),
+        modules_to_not_convert=["lm_head"],
+        quantization_config=FineGrainedFP8Config(**settings),
+    )
+    handed = dict(tensors(policy, format))
+    theirs.load_state_dict(handed, assign=True)  # strict: they are made without memory
+    assert equal(dict(theirs.state_dict()), handed)
