@@ -29,21 +29,15 @@ def scaled_grouped_mm(
 ) -> torch.Tensor:
     """What `torch._scaled_grouped_mm` computes and what it refuses, where there is no GPU for it."""
     like = refuse_what_torch_refuses(*map(meta, (a, b, scale_a, scale_b)), meta(offs), out_dtype=out_dtype)
-    computed = _scaled_grouped_mm(a, b, scale_a, scale_b, offs, use_fast_accum)
+    computed = _scaled_grouped_mm(a, b, scale_a, scale_b, offs)
     assert computed.shape == like.shape
     return computed.to(out_dtype)
 
 
 def _scaled_grouped_mm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    offs: torch.Tensor,
-    use_fast_accum: bool,
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, offs: torch.Tensor
 ) -> torch.Tensor:
     assert a.dtype is b.dtype is E4M3
-    assert use_fast_accum is (b.dim() == 3 and b.stride(0) == b.stride(2) * b.shape[2])  # in fprop alone
     assert offs.dtype is torch.int32
     assert all(size % 16 == 0 for size in (a.shape[-1], *b.shape[-2:]))
     assert a.stride(-1) == 1

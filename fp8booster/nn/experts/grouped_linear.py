@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fp8booster.config import FP8Config
 from fp8booster.formats import E4M3
 from fp8booster.kernels.grouped_product import Groups, grouped_product, summed_product
 from fp8booster.kernels.transpose import transposed
@@ -31,6 +32,14 @@ from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.source import BackwardWeight
 from fp8booster.scaling import INPUT, OUTPUT_GRADIENT
 from fp8booster.tensor import QuantizedMatrix
+
+FAST_SUM = 2048
+"""Sums of at most so many products are accumulated fast in dgrad and wgrad too, where fprop's are, which are longer in
+most models. Of this length they err by 0.19 %, exact ones by 0.17 %, which is BF16's rounding; and exact ones take
+grouped products of small experts up to three times as long (benchmarks/results/h100/experts-accumulation.md)."""
+
+UNEVEN = 4
+"""An expert may get so many times as many rows as the mean, which alone the host knows."""
 
 
 class GroupedWeight(NamedTuple):
@@ -158,7 +167,7 @@ class _GroupedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:  # [M, N]
         x8_transpose, x_inverse_scale, w8, w_inverse_scales = ctx.saved_tensors
-        options, groups = ctx.casts.config.product_options, ctx.groups
+        groups = ctx.groups
         for_input, for_weight = ctx.for_input, x8_transpose is not None
         dy = ctx.casts.quantize(OUTPUT_GRADIENT, gradient, plain=for_input, transposed=for_weight, dtype=E4M3)
         dx: torch.Tensor | None = None
@@ -169,15 +178,24 @@ class _GroupedLinear(torch.autograd.Function):
             elif ctx.late:
                 w8 = transposed(w8)
             transposes = _by_expert(w8, len(w_inverse_scales), ctx.is_transposed)
-            dx = _dgrad(dy, transposes, w_inverse_scales, groups, options["dgrad"])
+            options = _options(ctx.casts.config, "dgrad", transposes.shape[2] // w_inverse_scales.shape[1])
+            dx = _dgrad(dy, transposes, w_inverse_scales, groups, options)
         if for_weight:
             outputs, inputs = (dy.transpose, dy.inverse_scale), (x8_transpose, x_inverse_scale)
             (rows, scale_of_rows), (columns, scale) = (inputs, outputs) if ctx.is_transposed else (outputs, inputs)
             scales = scale_of_rows.expand(len(groups.ends))
-            whole = summed_product(rows, columns, scales * ctx.factors, scale, groups, **options["wgrad"])
+            options = _options(ctx.casts.config, "wgrad", UNEVEN * groups.rows // len(groups.ends))
+            whole = summed_product(rows, columns, scales * ctx.factors, scale, groups, **options)
             parts = whole.view(-1, whole.shape[2]).split([shape[:-1].numel() for shape in ctx.shapes])
             dw = [part.view(shape) for part, shape in zip(parts, ctx.shapes, strict=True)]
         return dx, *(None,) * 6, *dw
+
+
+def _options(config: FP8Config, name: str, length: int) -> dict[str, bool]:
+    """Return the options of a product in backward whose sums are so long."""
+    options = config.product_options
+    fast = options["fprop"]["fast_accumulation"] and length <= FAST_SUM
+    return {**options[name], "fast_accumulation": True} if fast else options[name]
 
 
 def _dgrad(

@@ -15,11 +15,11 @@ from torch.utils.checkpoint import checkpoint
 from fp8booster import FP8Config, convert_to_fp8, forget_weights, report
 from fp8booster.config import Activations, Formats, WeightCopies
 from fp8booster.formats import E5M2
-from fp8booster.nn.experts import stack
+from fp8booster.nn.experts import grouped_linear, stack
 from fp8booster.nn.experts.fp8_experts import FP8Experts
 from fp8booster.nn.fsdp.handle import follow_resharding
 from fp8booster.nn.linear import speed_model
-from tests.kernels.grouped_stand_in import stand_in
+from tests.kernels.grouped_stand_in import scaled_grouped_mm, stand_in
 from tests.nn.swapping import by_swapping
 
 HIDDEN, FEATURES, EXPERTS, TOKENS, EACH = 64, 96, 4, 40, 2
@@ -180,9 +180,7 @@ def assert_in_fp8(experts: nn.Module) -> None:
 def test_values_and_gradients_are_near_those_in_fp32(form: str, way: str, monkeypatch) -> None:
     config = FP8Config(emulate=way == "emulated")
     if way == "kernel":
-        stand_in(monkeypatch)  # it tells by how weights lie which product is fprop
-        if "transposed" in form:
-            config = FP8Config(fast_accumulation=("dgrad",))
+        stand_in(monkeypatch)
     experts = made(form, config)
     found = results(experts)
     assert_near(found, results(exact(form)), TOLERANCES.get(form, 0.1))
@@ -192,6 +190,32 @@ def test_values_and_gradients_are_near_those_in_fp32(form: str, way: str, monkey
         if "proj" in name:
             assert not gradient[-1].any()  # the expert without tokens
             assert gradient[0].any()
+
+
+@pytest.mark.parametrize(
+    ("fast", "longest", "expected"),
+    [
+        (("fprop",), 2 * FEATURES, [True] * 6),  # of up: fprop, dgrad, wgrad; and of down
+        (("fprop",), 2 * FEATURES - 1, [True, False, True, True, True, True]),
+        (("fprop",), HIDDEN - 1, [True, False, False, True, False, False]),
+        (("fprop", "wgrad"), 0, [True, False, True] * 2),
+        ((), 2 * FEATURES, [False] * 6),
+    ],
+)
+def test_short_sums_are_accumulated_fast(fast, longest: int, expected: list[bool], monkeypatch) -> None:
+    monkeypatch.setattr(grouped_linear, "FAST_SUM", longest)
+    found: dict[tuple, bool] = {}
+
+    def note(a: torch.Tensor, b: torch.Tensor, *scales: torch.Tensor, use_fast_accum: bool, **options) -> torch.Tensor:
+        found[a.shape[-1], b.shape[-1], b.dim()] = use_fast_accum
+        return scaled_grouped_mm(a, b, *scales, use_fast_accum=use_fast_accum, **options)
+
+    stand_in(monkeypatch, note)
+    results(made("gated", FP8Config(fast_accumulation=fast)))
+    rows = TOKENS * EACH // 16 * 16 + 16 * EXPERTS  # of which one of the four experts may have all
+    up, down = (HIDDEN, 2 * FEATURES), (FEATURES, HIDDEN)
+    keys = [[(k, n, 3), (n, k, 3), (rows, k, 2)] for k, n in (up, down)]
+    assert [found[key] for key in (*keys[0], *keys[1])] == expected
 
 
 @pytest.mark.parametrize("form", ["gated", "transposed, with biases, clamped and interleaved"])
