@@ -74,13 +74,16 @@ def doctor(
     patches: Annotated[
         bool, typer.Option("--patches", help="List each patch of Colossal-AI, with its place and its state.")
     ] = False,
+    fix: Annotated[
+        bool, typer.Option("--fix", help="Install what stops training for want of it, then look again.")
+    ] = False,
 ) -> None:
     """Report what this machine can do in FP8, what is missing and which command installs or changes it.
 
     Exits with 1 when FP8 training cannot run here. Of RUN, suggests a recipe from what it recorded.
     """
     if run is not None:
-        for flag, given in (("--no-speed", not speed), ("--patches", patches)):
+        for flag, given in (("--no-speed", not speed), ("--patches", patches), ("--fix", fix)):
             if given:
                 raise ValueError(f"{flag} is about this machine, and RUN about {run}; leave one of them out.")
         from fp8booster.cli.plot.run import read_run
@@ -92,10 +95,14 @@ def doctor(
         )
         return
     from fp8booster.cli.doctor.examination import examine
+    from fp8booster.cli.doctor.fixing import install, look_again
     from fp8booster.cli.doctor.tables import show
 
     with Console(stderr=True).status("Looking around") as status:
         examination = examine(speed, announce=status.update)
+    if fix and install(examination.problems):
+        flags = (("--json", as_json), ("--no-speed", not speed), ("--patches", patches))
+        raise typer.Exit(look_again([flag for flag, given in flags if given]))
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(examination) | {"can_train": examination.can_train}, indent=2))
     else:

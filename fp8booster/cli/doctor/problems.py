@@ -57,6 +57,11 @@ class Problem:
     remedy: str | None  # the command that solves it, or None where the sentence says all there is to do
     stops_training: bool
 
+    @property
+    def is_installed_away(self) -> bool:
+        """Whether training waits for a package alone."""
+        return self.stops_training and (self.remedy or "").startswith("pip install ")
+
 
 def find_problems(environment: Environment, checks: list[Check], colossal: Colossal) -> list[Problem]:
     """Judge what was found; problems that stop training come first."""
