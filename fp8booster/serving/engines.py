@@ -46,7 +46,7 @@ def require_loadable(layout: Layout, chosen: CheckpointFormat, ranks: int | None
                 raise ValueError(
                     f"{name} is {[rows, columns]}{by} {what} features, and vLLM and SGLang load weights in blocks "
                     f"only in parts of multiples of {BLOCK}; use the format compressed-tensors, or engine_ranks=None "
-                    "for transformers, which merges and divides no layers"
+                    "(--engine-ranks 0) for transformers, which merges and divides no layers"
                 )
 
 

@@ -84,6 +84,17 @@ def test_a_model_is_exported(tmp_path):
     assert printed.startswith("14 linear layers in FP8; 1 in 16 bits: lm_head\n")
 
 
+def test_shapes_that_engines_refuse_are_refused_with_the_format_that_works(tmp_path):
+    tiny_llama().save_pretrained(tmp_path / "model")
+    arguments = [str(tmp_path / name) for name in ("model", "out")]
+    done = CliRunner().invoke(app, ["export", *arguments])
+    assert done.exit_code == 2
+    assert "q_proj.weight is [64, 64] in a part of 64 output features" in " ".join(done.stderr.split())
+    assert "use the format compressed-tensors" in " ".join(done.stderr.split())
+    assert not (tmp_path / "out").exists()
+    export(*arguments, "--format", "compressed-tensors", "--engine-ranks", 4)
+
+
 def test_other_folders_are_refused(tmp_path):
     for arguments, words in (
         ((tmp_path, tmp_path / "out"), "neither a run, nor a checkpoint"),

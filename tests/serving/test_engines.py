@@ -51,7 +51,7 @@ def test_parts_that_are_no_multiples_of_a_block_are_refused_in_blocks(tmp_path, 
     if fault is None:
         assert dict(tensors(model, "fine-grained", engine_ranks=ranks))
         return
-    works = rf"{fault} .*; use the format compressed-tensors, or engine_ranks=None for transformers"
+    works = rf"{fault} .*; use the format compressed-tensors, or engine_ranks=None \(--engine-ranks 0\) for tr"
     with pytest.raises(ValueError, match=works):
         tensors(model, "fine-grained", engine_ranks=ranks)
     with pytest.raises(ValueError, match=works):

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from fp8booster import FP8Config, convert_to_fp8, export, fuse
+from fp8booster import FP8Config, convert_to_fp8, export, fuse, quantize
 from fp8booster.nn.fsdp.handle import follow_resharding
 from fp8booster.nn.fused.merged_layers import merged_layers
 from fp8booster.nn.linear.layer import FP8Layer
@@ -145,3 +145,25 @@ def test_engines_that_lay_parameters_into_memory_of_their_own_are_refused() -> N
 def test_a_model_within_ddp_is_handed_over() -> None:
     model: nn.Module = convert_to_fp8(tiny_llama().bfloat16(), CONFIG)
     assert equal(dict(tensors(DistributedDataParallel(model), "tensorwise")), dict(tensors(model, "tensorwise")))
+
+
+@ranks(2)
+def test_a_rank_that_trains_hands_over_to_one_that_generates_by_a_collective() -> None:
+    """Rank 1 knows names, shapes and types from the first hand-over, and then receives bytes alone."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256}
+    model = convert_to_fp8(tiny_llama(**sizes).bfloat16(), CONFIG) if dist.get_rank() == 0 else None
+    engine = quantize(tiny_llama(seed=1, **sizes).bfloat16()) if dist.get_rank() == 1 else None
+    about: list[Any] = [None]
+    if model is not None:
+        about = [[(name, value.shape, value.dtype) for name, value in tensors(model, "tensorwise")]]
+    dist.broadcast_object_list(about)
+    handed = iter(tensors(model, "tensorwise")) if model is not None else None
+    received = {}
+    for name, shape, dtype in about[0]:
+        value = torch.empty(shape, dtype=dtype) if handed is None else next(handed)[1]
+        dist.broadcast(value.view(-1).view(torch.uint8), 0)
+        received[name] = value.clone()
+    if engine is not None:
+        engine.load_state_dict(received)
+        expected = dict(tensors(convert_to_fp8(tiny_llama(**sizes).bfloat16(), CONFIG), "tensorwise"))
+        assert equal(dict(tensors(engine, "tensorwise")), expected)
