@@ -24,7 +24,6 @@ from fp8booster.nn.adapters import changes_base, is_adapted, merged_weight
 from fp8booster.nn.fused.merged_layers import MergedLayers, merged_layers
 from fp8booster.nn.linear.frozen import FrozenLayer
 from fp8booster.nn.linear.layer import FP8Layer
-from fp8booster.nn.modules import wait_for_parameters
 from fp8booster.nn.weights.source import CachedWeight
 from fp8booster.reading import COPY_AGAIN, faults_named, first_line, first_of, read_record, require_file
 from fp8booster.scaling import RealTime
@@ -176,8 +175,10 @@ class Live(Source):
         if isinstance(layer, FrozenLayer):
             values = layer.quantized.dequantize(*layer.fp8_shape)
             return values.t() if layer.weight_is_transposed else values
-        # shards have all values that there are, whatever the layer holds while it is gathered
-        if layer is not None and layer.fp8_weight.lacks_values and not is_sharded(self._tensors[origin]):
+        # shards of FSDP2 have values, whatever the layer holds while they are gathered
+        held = self._tensors[origin]
+        of_fsdp = is_sharded(held) and not is_colossal(held)
+        if layer is not None and layer.fp8_weight.lacks_values and not of_fsdp:
             raise ValueError(
                 f"{name} has no values in 16 bits between two steps (WeightCopies.high_precision); use a format with "
                 "the scales of training, or save the model with booster.save_model, and export that folder"
@@ -419,14 +420,14 @@ def bare_model(model: nn.Module) -> Any:
         inner = bare._modules.get("_orig_mod", bare._modules.get("module"))
         if inner is None:
             raise TypeError(f"{type(model).__name__} is no model of transformers; unwrap it, or export its checkpoint")
-        # ZeRO may gather late, beside the next forward
-        if hasattr(bare, "_force_wait_all_gather"):
-            bare._force_wait_all_gather()
         bare = inner
     if "peft" in sys.modules and hasattr(bare, "peft_config") and hasattr(bare, "get_base_model"):
         bare = bare.get_base_model()
-    for module in bare.modules():
-        wait_for_parameters(module)
+    if "colossalai.zero.low_level" in sys.modules:
+        from fp8booster.colossal.zero.late_weights import wait_for_weights
+
+        # not by the wrapper's method, which gathers the masters of all weights for a checkpoint
+        wait_for_weights(bare)
     return bare
 
 

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8booster import FP8Config, convert_to_fp8, export, fuse, quantize
+from fp8booster.config import WeightCopies
 from fp8booster.nn.fsdp.handle import follow_resharding
 from fp8booster.nn.fused.merged_layers import merged_layers
 from fp8booster.nn.linear.layer import FP8Layer
@@ -76,19 +77,28 @@ def test_shards_of_fsdp2_are_handed_over_as_the_layers_cast_them(dtype: torch.dt
 
 
 @ranks(2)
+@pytest.mark.parametrize("values", [True, False], ids=["values in 16 bits", "none"])
 @pytest.mark.parametrize("communication", [True, False], ids=["FP8 sent", "16 bits sent"])
-def test_zero_hands_over_the_bytes_that_ranks_gathered(communication: bool) -> None:
+def test_zero_hands_over_the_bytes_that_ranks_gathered(communication: bool, values: bool) -> None:
     from tests.plugins.training import boost, fp8, train
 
-    run = boost(fp8(fp8_communication=communication, fp8_config=CONFIG))
+    config = FP8Config(always=True, weight_copies=WeightCopies(high_precision=values))
+    run = boost(fp8(fp8_communication=communication, fp8_config=config, overlap_allgather=True))
     train(run, steps=2)
-    handed = {name: value.clone() for name, value in tensors(run.model, "tensorwise")}
     model = run.model.unwrap()
+    layers = {f"{name}.weight": each for name, each in model.named_modules() if isinstance(each, FP8Layer)}
+    released = [not any(layer.held_weight.stride()) for layer in layers.values()]
+    assert released == [communication and not values] * 14
+    # the ranks by turns: none waits for the other
+    for rank in range(2):
+        if dist.get_rank() == rank:
+            handed = {name: value.clone() for name, value in tensors(run.model, "tensorwise")}
+        dist.barrier()
+    assert [not any(layer.held_weight.stride()) for layer in layers.values()] == released
     assert equal(dict(tensors(model, "tensorwise")), handed)
     if not communication:
         seen = seen_in_forward(model, token_batch(5))
     else:
-        layers = {f"{name}.weight": each for name, each in model.named_modules() if isinstance(each, FP8Layer)}
         held = {name: layer.fp8_weight.held for name, layer in layers.items()}
         seen = {name: (each.data, each.inverse_scale) for name, each in held.items()}
     assert len(seen) == 14

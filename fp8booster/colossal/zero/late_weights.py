@@ -39,6 +39,12 @@ def wait_before_forward(model: nn.Module) -> None:
             module.register_forward_pre_hook(_wait_for_parameters)
 
 
+def wait_for_weights(model: nn.Module) -> None:
+    """Wait for the gathers of all weights that are under way; a rank may do so alone."""
+    for parameter in model.parameters():
+        wait_all_gather_handle(parameter)
+
+
 def _wait_for_parameters(module: nn.Module, args: tuple) -> None:
     # children's too: a forward may read a child's weight without calling the child
     for each in (module, *module.children()):
