@@ -111,6 +111,7 @@ class Observer:
         Raises:
             ValueError: the ranks do not agree.
         """
+        # outside of a group torch gives a marker in its place; and one rank has no other to differ from
         if not isinstance(group, dist.ProcessGroup) or group.size() < 2:
             return None
         calls = self._groups.get(group)

@@ -43,6 +43,7 @@ class BackgroundFileWriter:
 
     def write_raw(self, tensor: torch.Tensor, pointer: int, n_bytes: int, offset: int) -> None:
         """Append `tensor`, on CPU, which must not change until `synchronize`."""
+        # as bytes: numpy knows neither BF16 nor FP8
         self.write(memoryview(tensor.detach().contiguous().flatten().view(torch.uint8).numpy()))
 
     def register_h2d(self, n_tensors: int) -> None:

@@ -185,6 +185,7 @@ def gemini_takes_an_uncompiled_optimizer(module: ModuleType, replacements: Repla
 @wrap("nn.optimizer.hybrid_adam:HybridAdam.step", "126", "Gemini offloads the optimizer in BF16")
 def offloaded_gradients_are_scaled(upstream: Callable, self: Any, closure: Any = None, div_scale: float = -1) -> Any:
     """Without it clipping does nothing to BF16 gradients on the host."""
+    # -1 is Colossal-AI's word for a division by nothing
     for parameter in (each for group in self.param_groups for each in group["params"] if div_scale > 0):
         gradient = parameter.grad
         if gradient is not None and (gradient.device.type, gradient.dtype) == ("cpu", torch.bfloat16):

@@ -162,6 +162,7 @@ class GroupedChunkManager(ChunkManager):
         self, tensor: torch.Tensor, group_type: str, config_key: int, *args: Any, **kwargs: Any
     ) -> None:
         """Append a parameter, or the master of the parameter that came before it, to a chunk of its group."""
+        # a master is no parameter of the model, and so of no group by itself: it follows the one that came before
         if group_type != "fp32_param":
             self._newest = self._plan.groups[tensor]
         chunks, sizes = self.chunk_groups.get(f"{group_type}_{self._newest}", ()), self._sizes[self._newest]

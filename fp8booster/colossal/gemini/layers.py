@@ -108,6 +108,7 @@ class GatheredMergedLayers(MergedLayers):
             return super().__call__(input)
 
     def _product(self, input: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        # asked for here: a lambda has no first argument, by which `super()` finds the object
         product = super()._product  # of the weights as they are gathered then
         return while_gathered(self.layers, lambda: product(input, self.weights))
 

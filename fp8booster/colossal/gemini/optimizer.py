@@ -79,6 +79,8 @@ class FP8GeminiOptimizer(BoostedOptimizer, GeminiOptimizer):
         for chunk in self.chunk16_set:
             gradients, masters = self.chunk_manager.gradient_chunk(chunk), chunk.paired_chunk
             if gradients is not None and gradients.device_type == "cpu" != masters.device_type:
+                # the optimizer steps masters where they lie: those that were moved to the GPU need their gradients
+                # there too
                 self.chunk_manager.move_chunk(gradients, get_accelerator().get_current_device())
 
     def _clear_global_norm(self) -> None:

@@ -41,6 +41,7 @@ def partial_sums(
     # in other modes the ranks of a sequence are among those that data parallelism averages over
     if ranks == 1 or not config.enable_sequence_parallelism or not is_share_sp_tp(config.sequence_parallelism_mode):
         return []
+    # a rank's gradient of such a weight, as a norm's, comes from its tokens alone; others are whole behind an exchange
     partial = [parameter for parameter in model.parameters() if SeqParallelUtils.is_sp_partial_derived_param(parameter)]
     return [SummedGradients(model.tp_group, partial, gradient_of, encoding)]
 

@@ -52,6 +52,7 @@ class SplitMixtralBlock(nn.Module):
         self.returns_logits = False  # layers of transformers 5 add the output; also when the class has become another
         self.num_experts, self.top_k, self.jitter_noise = experts.num_experts, block.top_k, block.jitter_noise
         self.gate = nn.Linear(*reversed(block.gate.weight.shape), bias=False, device="meta")
+        # the parameter itself: optimizers know it, and the experts' alone are replaced there
         self.gate.weight = block.gate.weight
         trained = experts.gate_up_proj.requires_grad, experts.down_proj.requires_grad
         self.experts = nn.ModuleList(

@@ -27,6 +27,8 @@ class SavesMasters:
         """Make the working weights ready to be saved; checkpoint IO calls it on every rank before it reads them."""
         super()._force_wait_all_gather()
         if self.zero_optimizer is not None:
+            # these weights have the values that FP8 bytes decode to, or none, and a checkpoint is to have those of the
+            # masters
             self.zero_optimizer.gather_working_weights()
 
 

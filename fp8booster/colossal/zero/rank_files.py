@@ -89,6 +89,7 @@ def load_moments(model: nn.Module, optimizer: OptimizerWrapper, folder: Path) ->
     codes = {}
     for name, working, master in _pairs(model, optimizer):
         if f"{name}:step" in written.names:
+            # without memory: nothing but the shapes of codes is asked of this state
             values = torch.empty(written.shape(working, master), dtype=master.dtype, device="meta")
             codes[name] = State.zeros(values).codes
     shapes = {
