@@ -30,6 +30,8 @@ def require_loadable(layout: Layout, chosen: CheckpointFormat, ranks: int | None
     """
     if ranks is not None and (type(ranks) is not int or ranks < 1):
         raise ValueError(f"engine_ranks is {ranks!r}; give the engine's tensor parallel size, or None for transformers")
+    # the scale of a row or of a weight goes with its part; a block may reach from one part into the next, whose values
+    # have another scale on another rank, or in another layer
     if ranks is None or chosen.granularity != "blockwise":
         return
     for name in layout.groups:
@@ -67,6 +69,7 @@ def _rows_of_ranks(
         return [rows // 2 // ranks]
     merged = next((each for each in _TOGETHER if end in each), ())
     together = bool(merged) and all(f"{path}.{other}.weight" in shapes for other in merged)
+    # a layer alone on one rank may end within a block, as DeepSeek-V3's latents of 576 values do
     if together or (ranks > 1 and (merged or end in _BY_OUTPUTS)):
         return [rows // ranks]
     return []

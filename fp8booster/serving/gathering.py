@@ -14,6 +14,7 @@ from torch import nn
 
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Tell whether this rank holds a part of a parameter."""
+    # by the method of a DTensor: a program that shards nothing need not import the class
     return hasattr(tensor, "full_tensor") or is_colossal(tensor)
 
 

@@ -148,6 +148,7 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
     A frozen layer's weight has no memory, and its FP8 values and scales are left out.
     """
     state: dict[str, torch.Tensor | None] = {}
+    # not by `state_dict`: its hooks gather, restore and decode, which for all weights at once is a copy of the model
     for path, module in model.named_modules(remove_duplicate=False):
         own = {**module._parameters, **module._buffers}
         for name in module._non_persistent_buffers_set:
