@@ -16,6 +16,7 @@ from fp8booster.config import FP8Config, all_but_vocabulary_heads, config_or_def
 from fp8booster.kernels.alignment import aligned, multiple_for
 from fp8booster.nn.adapters import follow_merges
 from fp8booster.nn.experts.fp8_experts import FP8Experts, are_experts, why_not
+from fp8booster.nn.experts.mixture import group_mixtures
 from fp8booster.nn.linear.frozen import FrozenLayer
 from fp8booster.nn.linear.layer import FP8Layer, FP8Linear, require_own_weights
 from fp8booster.nn.linear.low_rank import low_rank_adapters
@@ -138,6 +139,8 @@ def convert_to_fp8(
     if not any(isinstance(module, (FP8Layer, FP8Experts)) for module in model.modules()):
         reasons = {kept_reason(module) for _, module in linears} | set(experts.values())
         _warn_of_nothing(sorted(reasons), {LEFT_OUT, WHY_NOT_ROUTERS, *at_the_ends.values()})
+    if config.fused:
+        group_mixtures(model)
     follow_merges()
     share_inputs(model)
     return model

@@ -1,4 +1,7 @@
-"""Gated feed-forward experts: which classes compute `down(act_fn(gate(x)) * up(x))`, and what they call the three."""
+"""Gated feed-forward experts: which classes compute `down(act_fn(gate(x)) * up(x))`, and what they call the three.
+
+A class is tried out (`nn.fused.trials`), whoever wrote it.
+"""
 
 from __future__ import annotations
 
@@ -8,40 +11,30 @@ from typing import Any, cast
 from torch import nn
 
 from fp8booster.nn.fused.activations import activation_kind
-from fp8booster.nn.fused.families import Part
+from fp8booster.nn.fused.families import EXPERT, MLP, PARTS, Part
 from fp8booster.nn.fused.trials import is_gated
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import cached_by_class, may_be_bypassed, must_be_called
 
-_HUB = "transformers_modules"
-"""Package of the models whose code comes from the hub, in folders of their own."""
-
-_GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
-_GATED = {
-    ("transformers.models.mixtral.modeling_mixtral", "MixtralBlockSparseTop2MLP"): ("w1", "w3", "w2"),
-    ("transformers.models.deepseek_v3.modeling_deepseek_v3", "DeepseekV3MLP"): _GATE_UP_DOWN,
-    (f"{_HUB}.modeling_deepseek", "DeepseekMLP"): _GATE_UP_DOWN,
-    (f"{_HUB}.modeling_deepseek", "DeepseekV3MLP"): _GATE_UP_DOWN,
-}
-"""By module and name of the class: the names of gate, up and down."""
+_PARTS = [part for part in PARTS if part.name in (MLP, EXPERT) and len(part.merged) == 2]
+"""What experts call gate and up, and down."""
 
 
 @cached_by_class
 def _known(cls: type[nn.Module]) -> tuple[type[nn.Module], Part] | None:
-    """The class of this name that a class of experts is made of, and what it calls its layers; None: no known name."""
+    """Return the class that a class of experts was written as, and what it calls its layers; None: it is none."""
     # classes of this package come before the one that they mix into
     written = next(each for each in cls.__mro__ if not each.__module__.startswith("fp8booster."))
-    folder, _, file = written.__module__.rpartition(".")
-    if folder.startswith(_HUB):
-        folder = _HUB
-    names = _GATED.get((f"{folder}.{file}", written.__name__))
-    return None if names is None else (written, Part("expert", names[:2], names[-1]))
+    return next(((written, part) for part in _PARTS if is_gated(written, part, _ACTIVATION, _READ_BY_SOME)), None)
 
 
 def gate_up_down(expert: nn.Module) -> list[FP8Layer]:
-    """The three layers of an expert of a known class."""
+    """Return the three layers of an expert of a known class."""
     known, modules = _known(type(expert)), cast(Mapping[str, Any], expert._modules)
     return [] if known is None else [modules[name] for name in (*known[1].merged, known[1].output)]
+
+
+_ACTIVATION = "act_fn"
 
 
 _READ_BY_SOME = ("pretraining_tp",)
@@ -51,12 +44,12 @@ _READ_BY_SOME = ("pretraining_tp",)
 def why_not_gated(expert: nn.Module) -> str | None:
     """Return why a module is not known to compute `down(silu(gate(x)) * up(x))` and nothing else; None: it is."""
     known = _known(type(expert))
-    if known is None or not is_gated(*known, "act_fn", _READ_BY_SOME):
+    if known is None or not is_gated(*known, _ACTIVATION, _READ_BY_SOME):
         return f"{type(expert).__name__} has no grouped form"
     # past nn.Module's search, which is slow for what is not there
     if getattr(vars(expert).get("config"), "pretraining_tp", 1) > 1:
         return "pretraining_tp is more than 1"
-    activation = expert._modules.get("act_fn")
+    activation = expert._modules.get(_ACTIVATION)
     if activation is None or activation_kind(activation) != "silu":
         return f"the activation is {type(expert.act_fn).__name__}"
     if must_be_called(expert):

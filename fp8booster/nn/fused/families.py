@@ -67,7 +67,7 @@ class Part:
     """Linear layers between, which make heads of the latents that the first ones make, as far as it has them."""
 
 
-ATTENTION, MLP = "attention", "MLP"
+ATTENTION, MLP, EXPERT = "attention", "MLP", "expert"
 
 PARTS = (
     Part(ATTENTION, ("q_proj", "k_proj", "v_proj"), "o_proj"),
@@ -78,7 +78,7 @@ PARTS = (
     Part(ATTENTION, ("q_proj", "kv_a_proj_with_mqa"), "o_proj", ("kv_b_proj",)),
     Part(MLP, ("gate_proj", "up_proj"), "down_proj"),
     Part(MLP, ("gate_up_proj",), "down_proj"),
-    Part("expert", ("w1", "w3"), "w2"),
+    Part(EXPERT, ("w1", "w3"), "w2"),
     # without a gate
     Part(MLP, ("dense_h_to_4h",), "dense_4h_to_h"),
     Part(MLP, ("c_fc",), "c_proj"),

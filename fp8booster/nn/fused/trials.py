@@ -82,7 +82,7 @@ def watch(module: nn.Module, read: set[str]) -> None:
     change_class(module, mixed_class(_Watched, type(module)))
 
 
-def _computes(cls: type[nn.Module], forward: Callable, held: dict[str, Any], right: Tensor, *args: Tensor) -> bool:
+def computes(cls: type[nn.Module], forward: Callable, held: dict[str, Any], right: Tensor, *args: Tensor) -> bool:
     """Tell whether a forward gives this of a module that holds certain attributes, and reads no others of it.
 
     Args:
@@ -167,7 +167,7 @@ def _is_norm(
         held["weight"], right = weight, right * (norm.unit_offset + weight)
     if norm.biased:
         held["bias"], right = bias, right + bias
-    return _computes(cls, forward, held, right, x)
+    return computes(cls, forward, held, right, x)
 
 
 _STAND_INS: tuple[Callable[[Tensor], Tensor], ...] = (F.silu, lambda x: 0.5 - x.abs())
@@ -196,7 +196,7 @@ def _gates_by_activation(cls: type[nn.Module], gate: Callable | None) -> bool:
     for activation, size in product(_STAND_INS, _GATED_SIZES):
         x = size * numbers(70, 16)
         first, second = x.chunk(2, -1)
-        if not _computes(cls, gate, {"act_fn": activation}, activation(first) * second, x):
+        if not computes(cls, gate, {"act_fn": activation}, activation(first) * second, x):
             return False
     return True
 
@@ -224,6 +224,6 @@ def _is_gated(cls: type[nn.Module], forward: Callable, part: Part, activation: s
         held["config"] = types.SimpleNamespace(**dict.fromkeys(unread, 1))
     for compute, size, shape in product(_STAND_INS, _GATED_SIZES, ((3, 8), (2, 70, 8))):
         x = size * numbers(*shape)
-        if not _computes(cls, forward, held | {activation: compute}, 5 * (compute(2 * x) * 3 * x), x):
+        if not computes(cls, forward, held | {activation: compute}, 5 * (compute(2 * x) * 3 * x), x):
             return False
     return True
