@@ -28,8 +28,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fp8booster.kernels.instructions import multiply_bf16_in_fp32
-
 IDLE_SECONDS = 60.0
 """Ranks hang that have not used a second of CPU for so long, which is more than anything else waits for."""
 
@@ -296,6 +294,9 @@ def _rank_main(pipe: Connection, variables: dict[str, str], backend: str | None,
         # kept open: the parent asks by a signal where this rank is
         faulthandler.register(_STACK_SIGNAL, file=_stack_file(folder, rank).open("w"), all_threads=False)
         torch.set_num_threads(1)
+        # here, for what it imports reads the environment, as Triton does
+        from fp8booster.kernels.instructions import multiply_bf16_in_fp32
+
         multiply_bf16_in_fp32()
         if backend is not None:
             if backend == "nccl":
