@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from fp8booster.comm import Encoding, compress_fsdp
-from fp8booster.nn.fsdp.handle import follow_resharding
+from fp8booster.comm import Encoding
+from fp8booster.nn.distributed import follow_fsdp2
 from fp8booster.nn.linear.frozen import FrozenLayer
 
 
@@ -39,11 +39,11 @@ def name_units(plugin: Any, model: nn.Module) -> None:
 
 
 def follow_sharding(model: nn.Module, messages: Encoding | None) -> None:
-    """Let FP8 layers keep no weight of a model that FSDP2 will shard, and gradients be reduced in FP8.
+    """Let FP8 layers keep no weight of a model that FSDP2 will shard, and weights and gradients be sent in FP8.
 
     Args:
         model: not sharded yet; it is found at its first forward after that.
-        messages: how gradients are sent; None: not in FP8.
+        messages: how gradients are sent; None: nothing is sent in FP8.
     """
     model.register_forward_pre_hook(_AtForward(messages))
 
@@ -59,6 +59,4 @@ class _AtForward:
         if self.is_done or not isinstance(model, FSDPModule):
             return
         self.is_done = True
-        follow_resharding(model)
-        if self.messages is not None:
-            compress_fsdp(model, gather=False, encoding=self.messages)
+        follow_fsdp2(model, self.messages)

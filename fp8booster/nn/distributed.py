@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8booster.comm.ddp import DDPState, ddp_hook
-from fp8booster.comm.encoding import DEFAULT
+from fp8booster.comm.encoding import Encoding
 from fp8booster.comm.fsdp import compress_fsdp
 from fp8booster.config import FP8Config, config_or_default
 from fp8booster.nn.convert import convert_to_fp8
@@ -45,7 +45,6 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
-    fp8_communication: bool = True,
 ) -> nn.Module:
     """Convert a model to FP8, fuse it, and shard it by FSDP2, in place.
 
@@ -56,20 +55,21 @@ def fully_shard(
 
     Args:
         model: converted and fused already, or not; on any device, meta too.
-        config: of the FP8 layers; None keeps that of a converted model, and else is `FP8Config()`.
+        config: of the FP8 layers; None keeps that of a converted model, and else is `FP8Config()`. With `messages=None`
+            weights and gradients are sent in 16 bits.
         mesh: of one dimension, or of two, (replicas, shards); None: all ranks.
         units: modules that are gathered at once, the inner ones first; None: the members of each list of layers.
         reshard_after_forward: as torch's. With a number, which spreads weights over fewer ranks after forward, weights
             are gathered in 16 bits.
         mp_policy: as torch's; None gathers other parameters, and computes, in BF16.
         offload_policy: as torch's; None offloads nothing.
-        fp8_communication: gather and reduce in FP8; else in 16 bits. The products are in FP8 with either.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: the model, or a module of it, is sharded, wrapped or compiled already.
+        ValueError: the model, or a module of it, is sharded, wrapped or compiled already, or the configuration asks for
+            what is not here, such as `automatic_scaling` of messages.
         TypeError: the model is no module, or the configuration no FP8Config.
     """
     config = _prepared(model, config, "fully_shard")
@@ -79,43 +79,51 @@ def fully_shard(
     if config.fused:
         fuse_model(model)
     leave_eager(model, moved)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if mp_policy is None else mp_policy
     options: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": reshard_after_forward,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16) if mp_policy is None else mp_policy,
         "offload_policy": OffloadPolicy() if offload_policy is None else offload_policy,
         # FP8 alone is there of these, which a policy would cast; each rank keeps them whole
         "ignored_params": {each for layer in _frozen(model) for each in layer.parameters()},
     }
     for unit in repeated_layers(model) if units is None else units:
-        # what it is given was made by parameters in this dtype, and to cast it loses the boundaries of packed sequences
-        is_fused = isinstance(unit, FusedDecoderLayer)
-        shard_by_torch(unit, mp_policy=replace(policy, cast_forward_inputs=False) if is_fused else policy, **options)
-    shard_by_torch(model, mp_policy=policy, **options)
+        shard_by_torch(unit, **options)
+    shard_by_torch(model, **options)
     _reduce_all_experts(model)
+    follow_fsdp2(model, config.messages)
+    return model
+
+
+def follow_fsdp2(model: nn.Module, messages: Encoding | None) -> None:
+    """Let a model that FSDP2 has sharded keep no FP8 weight between forward and backward, and communicate in FP8.
+
+    Args:
+        model: converted and fused before it was sharded. Weights that were gathered already are gathered in 16 bits.
+        messages: how gradients are sent; None: neither they nor weights are sent in FP8.
+    """
     unit_of: dict[nn.Module, nn.Module] = {}
     for unit in model.modules():
-        for param in params_of(unit) if isinstance(unit, FSDPModule) else ():
+        if not isinstance(unit, FSDPModule):
+            continue
+        if isinstance(unit, FusedDecoderLayer):
+            # what it is given was made by parameters in this dtype, and a cast loses the boundaries of packed sequences
+            state = unit._get_fsdp_state()
+            state._mp_policy = replace(state._mp_policy, cast_forward_inputs=False)
+        for param in params_of(unit):
             for module in (param._module_info.module, *param._module_info.shared_modules):
                 unit_of[module] = unit
     keep_no_weights(unit_of)
     merged_in = merged_by_unit(model, unit_of)
     hold_head(model, unit_of)
-    encoding = config.messages or DEFAULT
-    if fp8_communication:
-        compress_fsdp(model, gather=False, encoding=encoding)
+    if messages is not None:
+        compress_fsdp(model, gather=False, encoding=messages)
         if why_not_gathered() is None:
             gather_in_fp8(model, merged_in, dict.fromkeys(vocabulary_heads(model), "a loss may read it whole"))
-    return model
 
 
 def data_parallel(
-    model: nn.Module,
-    config: FP8Config | None = None,
-    *,
-    process_group: dist.ProcessGroup | None = None,
-    fp8_communication: bool = True,
-    **options: Any,
+    model: nn.Module, config: FP8Config | None = None, *, process_group: dist.ProcessGroup | None = None, **options: Any
 ) -> DistributedDataParallel:
     """Convert a model to FP8, fuse it, and let PyTorch's DistributedDataParallel train it, with gradients in FP8.
 
@@ -123,9 +131,9 @@ def data_parallel(
 
     Args:
         model: converted and fused already, or not, on the device where it trains.
-        config: of the FP8 layers; None keeps that of a converted model, and else is `FP8Config()`.
+        config: of the FP8 layers; None keeps that of a converted model, and else is `FP8Config()`. With `messages=None`
+            gradients are sent in their precision.
         process_group: the ranks that average gradients; None: all.
-        fp8_communication: average gradients in FP8; else in their precision.
         options: of DistributedDataParallel; `bucket_cap_mb` is 64 unless given, for larger messages gain more.
 
     Returns:
@@ -140,8 +148,8 @@ def data_parallel(
     if config.fused:
         fuse(model)
     wrapped = DistributedDataParallel(model, process_group=process_group, **{"bucket_cap_mb": BUCKET_MB, **options})
-    if fp8_communication:
-        wrapped.register_comm_hook(DDPState(group=process_group, encoding=config.messages or DEFAULT), ddp_hook)
+    if config.messages is not None:
+        wrapped.register_comm_hook(DDPState(group=process_group, encoding=config.messages), ddp_hook)
     return wrapped
 
 
@@ -166,10 +174,14 @@ def _prepared(model: nn.Module, config: FP8Config | None, function: str) -> FP8C
             "give a model that is not split over ranks"
         )
     held = next((module.fp8_config for module in model.modules() if isinstance(module, FP8Layer)), None)
-    if config is None and held is not None:
-        return held
-    config = config_or_default(config)
-    convert_to_fp8(model, config)
+    config = held if config is None and held is not None else config_or_default(config)
+    if config.messages is not None and config.messages.automatic_scaling:
+        raise ValueError(
+            "gradients of FSDP2 and DDP are scaled by block; leave automatic_scaling out of messages, or take "
+            "LowLevelZeroPlugin"
+        )
+    if config is not held:
+        convert_to_fp8(model, config)
     return config
 
 

@@ -67,8 +67,9 @@ def test_a_model_that_fsdp2_shards_trains_saves_and_resumes_in_fp8(way: str) -> 
     assert all(type(each.fp8_weight) is ReshardedWeight for each in layers)
     assert sent.ratio < 0.55  # of bytes of BF16
     assert sent.calls >= len(ours.losses) * len(ours.model.model.layers)
-    # weights are gathered uncompressed, and cast by each rank
-    assert comm.statistics()["all_gather_into_tensor"].calls == 0
+    # embeddings, norms and the head are gathered in BF16
+    assert comm.statistics()["parameter gather"].ratio < 0.8
+    assert any(layer.fp8_weight.lacks_values for layer in layers)
     assert resumed.losses == ours.losses[SAVED:]
     assert all(
         torch.equal(one.full_tensor(), other.full_tensor())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as shard_by_torch
 from torch.nn.parallel import DistributedDataParallel
 
-from fp8booster import FP8Config, comm, convert_to_fp8, data_parallel, fully_shard, fuse, quantize, report
+from fp8booster import Encoding, FP8Config, comm, convert_to_fp8, data_parallel, fully_shard, fuse, quantize, report
 from fp8booster.nn import distributed
 from fp8booster.nn.fsdp.units import FP8FSDPParam, params_of
 from fp8booster.nn.fused import fused_summary
@@ -68,13 +69,14 @@ def outcome(found: Any) -> Any:
         return str(error)
 
 
-def train_in_fp8_and_16_bits(dtype: torch.dtype, **how: Any) -> dict[str, Any]:
+def train_in_fp8_and_16_bits(dtype: torch.dtype) -> dict[str, Any]:
     """The same model, its gathers and reductions in FP8, its gathers alone, and neither."""
     found: dict[str, Any] = {}
     plain = distributed.compress_fsdp
     for name in ("16 bits", "gathers", "both"):
         distributed.compress_fsdp = plain if name == "both" else lambda *_, **__: None
-        model = fully_shard(build(dtype=dtype, use_cache=True), fp8_communication=name != "16 bits", **how)
+        messages = None if name == "16 bits" else Encoding()
+        model = fully_shard(build(dtype=dtype, use_cache=True), FP8Config(messages=messages))
         distributed.compress_fsdp = plain
         comm.reset_statistics()
         found[name] = losses_of(model)
@@ -166,6 +168,28 @@ def micro_batches() -> dict[str, Any]:
     return found
 
 
+def ways() -> dict[str, list[float]]:
+    """Losses of the same model, sharded in other ways, and of others."""
+    found: dict[str, list[float]] = {}
+    recomputed, lazy = build(dtype=FP32), build(dtype=FP32)
+    found["usual"] = losses_of(fully_shard(build(dtype=FP32)))
+    recomputed.gradient_checkpointing_enable({"use_reentrant": False})
+    found["recomputed"] = losses_of(fully_shard(recomputed))
+    found["whole after forward"] = losses_of(fully_shard(build(dtype=FP32), reshard_after_forward=False))
+    replicas = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicas", "shards"))
+    found["replicas"] = losses_of(fully_shard(build(dtype=FP32), mesh=replicas))
+    state, rotary = lazy.state_dict(), copy.deepcopy(lazy.model.rotary_emb)
+    lazy = fully_shard(lazy.to("meta")).to_empty(device="cpu")
+    set_model_state_dict(lazy, state, options=StateDictOptions(full_state_dict=True))
+    lazy.model.rotary_emb = rotary
+    found["from no device"] = losses_of(lazy)
+    found["head in FP8"] = losses_of(fully_shard(build(), FP8Config(vocabulary_head=True)))
+    found["tied head"] = losses_of(fully_shard(build(tie_word_embeddings=True)))
+    found["rowwise"] = losses_of(fully_shard(build(), FP8Config(scaling="rowwise")))
+    found["unfused"] = losses_of(fully_shard(build(), FP8Config(fused=False)))
+    return found
+
+
 def orders() -> dict[str, Any]:
     """What follows, or precedes, the one call."""
     fused = convert_to_fp8(build(), FP8Config(scaling="amax"))
@@ -185,6 +209,7 @@ def orders() -> dict[str, Any]:
         "by torch": outcome(lambda: fully_shard(by_torch)),
         "DDP": outcome(lambda: fully_shard(DistributedDataParallel(build()))),
         "compiled": outcome(lambda: data_parallel(compiled)),
+        "scaling": outcome(lambda: fully_shard(build(), FP8Config(messages=Encoding(automatic_scaling=True)))),
         "graphs": outcome(lambda: fully_shard(build(), graphs)),
         "no module": outcome(lambda: fully_shard("llama")),
     }
@@ -239,7 +264,7 @@ def ddp() -> dict[str, Any]:
             model = DistributedDataParallel(model, bucket_cap_mb=64)
             model.register_comm_hook(None, comm.ddp_hook)
         else:
-            model = data_parallel(model, fp8_communication=name == "one call")
+            model = data_parallel(model, None if name == "one call" else FP8Config(messages=None))
         with torch.autocast("cpu", BF16):
             comm.reset_statistics()
             found[name] = losses_of(model)
@@ -257,6 +282,7 @@ def everything(folder: str) -> dict[str, Any]:
         "checkpoints": checkpoints(folder),
         "readers": readers(),
         "micro-batches": micro_batches(),
+        "ways": ways(),
         "orders": orders(),
         "families": families(),
         "evaluation": evaluation(),
@@ -332,6 +358,15 @@ def test_gradients_of_micro_batches_add_up(ranks: list[dict[str, Any]]) -> None:
             assert (gradient - once).norm() < 0.05 * once.norm()
 
 
+def test_ways_to_shard_a_model_give_the_same_losses(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        usual, *others = rank["ways"].items()
+        for name, losses in others:
+            if name in ("recomputed", "whole after forward", "replicas", "from no device"):
+                assert losses == usual[1], name
+            assert losses[-1] < 0.9 * losses[0], name
+
+
 def test_calls_in_another_order_serve_or_are_refused_with_a_sentence(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         found = rank["orders"]
@@ -344,6 +379,7 @@ def test_calls_in_another_order_serve_or_are_refused_with_a_sentence(ranks: list
         assert "sharded by fully_shard already; give it to fp8booster.fully_shard as it was before" in found["twice"]
         assert "in DistributedDataParallel already; give the one inside" in found["DDP"]
         assert "compile what fp8booster.data_parallel returns" in found["compiled"]
+        assert "leave automatic_scaling out of messages" in found["scaling"]
         assert "leave cuda_graphs out" in found["graphs"]
         assert "give an nn.Module" in found["no module"]
 

@@ -335,6 +335,8 @@ def gather_in_fp8(
             reason = why_not_cast(layer, readers=readers, shape=param._orig_size, of_engine=kept.get(id(layer)))
             if reason is None and param.post_forward_mesh_info not in (None, param.mesh_info):
                 reason = "spread over fewer ranks after forward"
+            if reason is None and hasattr(param, "_unsharded_param"):
+                reason = "gathered before"
             if reason is None:
                 chosen.append(param)
             else:
