@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from fp8booster.comm.fsdp import compress_fsdp
 from fp8booster.config import FP8Config, config_or_default
 from fp8booster.nn.convert import convert_to_fp8
 from fp8booster.nn.fsdp.handle import hold_head, keep_no_weights, merged_by_unit
-from fp8booster.nn.fsdp.units import gather_in_fp8, params_of, why_not_gathered
+from fp8booster.nn.fsdp.units import fsdp_units, gather_in_fp8, params_of, why_not_gathered
 from fp8booster.nn.fuse import fuse
 from fp8booster.nn.fused import fuse_model
 from fp8booster.nn.fused.decoder import FusedDecoderLayer
@@ -79,17 +79,21 @@ def fully_shard(
     if config.fused:
         fuse_model(model)
     leave_eager(model, moved)
+    frozen = [module for module in model.modules() if isinstance(module, FrozenLayer)]
     options: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": reshard_after_forward,
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16) if mp_policy is None else mp_policy,
         "offload_policy": OffloadPolicy() if offload_policy is None else offload_policy,
         # FP8 alone is there of these, which a policy would cast; each rank keeps them whole
-        "ignored_params": {each for layer in _frozen(model) for each in layer.parameters()},
+        "ignored_params": {each for layer in frozen for each in layer.parameters()},
     }
     for unit in repeated_layers(model) if units is None else units:
         shard_by_torch(unit, **options)
     shard_by_torch(model, **options)
+    for layer in frozen:  # FSDP2 moves what it shards alone
+        if not next(layer.parameters()).is_meta:
+            layer.to(next(param.device for unit in fsdp_units(model) for param in params_of(unit)))
     _reduce_all_experts(model)
     follow_fsdp2(model, config.messages)
     return model
@@ -103,12 +107,10 @@ def follow_fsdp2(model: nn.Module, messages: Encoding | None) -> None:
         messages: how gradients are sent; None: neither they nor weights are sent in FP8.
     """
     unit_of: dict[nn.Module, nn.Module] = {}
-    for unit in model.modules():
-        if not isinstance(unit, FSDPModule):
-            continue
+    for unit in fsdp_units(model):
         if isinstance(unit, FusedDecoderLayer):
             # what it is given was made by parameters in this dtype, and a cast loses the boundaries of packed sequences
-            state = unit._get_fsdp_state()
+            state = cast(FSDPModule, unit)._get_fsdp_state()
             state._mp_policy = replace(state._mp_policy, cast_forward_inputs=False)
         for param in params_of(unit):
             for module in (param._module_info.module, *param._module_info.shared_modules):
@@ -196,8 +198,3 @@ def _reduce_all_experts(model: nn.Module) -> None:
             "FSDP2 cannot reduce gradients that one rank alone has; take PyTorch 2.13 or later"
         )
     reduce_unused(True)
-
-
-def _frozen(model: nn.Module) -> list[nn.Module]:
-    """Return the layers whose weights are kept in FP8 alone."""
-    return [module for module in model.modules() if isinstance(module, FrozenLayer)]

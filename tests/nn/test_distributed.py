@@ -22,10 +22,12 @@ from fp8booster.nn.fsdp.units import FP8FSDPParam, params_of
 from fp8booster.nn.fused import fused_summary
 from fp8booster.nn.fused.merged_layers import merged_layers
 from fp8booster.nn.linear.layer import FP8Layer
+from tests.distributed import ranks as run_on_ranks
 from tests.distributed import run_ranks
 from tests.nn.fused.models import INSTALLED, batch, build
 
 BF16, FP32 = torch.bfloat16, torch.float32
+GPUS = max(1, min(2, torch.cuda.device_count()))
 EXACT = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
 
 
@@ -76,7 +78,7 @@ def train_in_fp8_and_16_bits(dtype: torch.dtype) -> dict[str, Any]:
     for name in ("16 bits", "gathers", "both"):
         distributed.compress_fsdp = plain if name == "both" else lambda *_, **__: None
         messages = None if name == "16 bits" else Encoding()
-        model = fully_shard(build(dtype=dtype, use_cache=True), FP8Config(messages=messages))
+        model = fully_shard(build(dtype=dtype, use_cache=True), FP8Config(messages=messages, always=True))
         distributed.compress_fsdp = plain
         comm.reset_statistics()
         found[name] = losses_of(model)
@@ -412,6 +414,16 @@ def test_ddp_by_one_call_is_ddp_by_hand(ranks: list[dict[str, Any]]) -> None:
         assert found["one call, sent"] == ["all_reduce"]
         assert found["16 bits, sent"] == []
         assert "10 of them merged to 4 products" in found["summary"]
+
+
+@pytest.mark.gpu
+@run_on_ranks(GPUS, backend="nccl")
+def test_on_gpus_what_is_gathered_is_what_a_cast_of_the_whole_weight_gives() -> None:
+    found = train_in_fp8_and_16_bits(BF16)
+    assert found["gathers"] == found["16 bits"]
+    assert found["both"] == pytest.approx(found["16 bits"], rel=0.02)
+    assert memory()["between"] == (0, 0)
+    assert readers() == {"seen": [True], "after": 0}
 
 
 def uneven() -> tuple[list[float], str]:

@@ -321,9 +321,7 @@ def gather_in_fp8(
         merged_in: by unit, layers that are multiplied as one.
         kept: by their identities, layers whose weights are gathered in 16 bits, and why.
     """
-    for module in model.modules():
-        if not isinstance(module, FSDPModule):
-            continue
+    for module in fsdp_units(model):
         chosen: list[FSDPParam] = []
         reasons = []
         params = params_of(module)
@@ -346,6 +344,11 @@ def gather_in_fp8(
             unit = FP8Unit(chosen, merged_in.get(module, ()), chosen[0].mesh_info.shard_process_group)
         if params:
             module.set_custom_all_gather(UnitGather(unit, reasons))
+
+
+def fsdp_units(model: nn.Module) -> list[Any]:
+    """Return the modules of a model that FSDP2's `fully_shard` was called on."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def params_of(unit: FSDPModule) -> list[FSDPParam]:
