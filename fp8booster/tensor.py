@@ -32,6 +32,12 @@ class QuantizedMatrix(NamedTuple):
     does. Where it is [C16] and `inverse_scale` is [], the columns were multiplied by factors before the cast, which
     this undoes and `inverse_scale` does not (`kernels.rowwise_cast`)."""
 
+    def t(self) -> QuantizedMatrix:
+        """Return the transpose, in the same memory."""
+        if self.transpose_inverse_scale is None:
+            return QuantizedMatrix(self.transpose, self.data, self.inverse_scale, None)
+        return QuantizedMatrix(self.transpose, self.data, self.transpose_inverse_scale, self.inverse_scale)
+
     def scale_of_transpose(self) -> torch.Tensor:
         """Return the inverse scale of `transpose`, its own or the one that serves both layouts."""
         return self.inverse_scale if self.transpose_inverse_scale is None else self.transpose_inverse_scale

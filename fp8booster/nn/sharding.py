@@ -16,25 +16,55 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
 from fp8booster.comm.transport import agree_on_amax, largest_of_each
+from fp8booster.config import FP8Config
 from fp8booster.kernels.alignment import ALIGNMENT
 from fp8booster.kernels.scales import amaxes_of, scale_of
 from fp8booster.kernels.shard_cast import cast_shards
 from fp8booster.nn.fused.merged_layers import MergedLayers
-from fp8booster.nn.linear.layer import FP8Layer
+from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.source import WeightSource
 from fp8booster.tensor import QuantizedMatrix
 
 NOT_FP8 = "not the weight of an FP8 layer"
 
 
+class WeightHolder(Protocol):
+    """Multiplies by one weight: an `FP8Layer`, or a parameter of experts (`experts.fp8_experts.ExpertWeight`)."""
+
+    fp8_weight: WeightSource
+
+    @property
+    def held_weight(self) -> torch.Tensor:
+        """As `FP8Layer.held_weight`."""
+
+    @property
+    def fp8_config(self) -> FP8Config:
+        """As `FP8Layer.fp8_config`."""
+
+    @property
+    def fp8_casts(self) -> Casts:
+        """As `FP8Layer.fp8_casts`."""
+
+    @property
+    def weight_is_transposed(self) -> bool:
+        """As `FP8Layer.weight_is_transposed`."""
+
+    @property
+    def product_features(self) -> tuple[int, int]:
+        """As `FP8Layer.product_features`."""
+
+    def in_product_layout(self, stored: QuantizedMatrix) -> QuantizedMatrix:
+        """As `FP8Layer.in_product_layout`."""
+
+
 def why_not_cast(
-    layer: FP8Layer, *, readers: int = 1, shape: Sequence[int] | None = None, of_engine: str | None = None
+    layer: WeightHolder, *, readers: int = 1, shape: Sequence[int] | None = None, of_engine: str | None = None
 ) -> str | None:
     """Return why an engine gathers an FP8 layer's weight in 16 bits; None: it casts the weight.
 
@@ -50,7 +80,7 @@ def why_not_cast(
         return "shared with another module"
     if layer.fp8_casts.why_not_by_engines is not None:
         return layer.fp8_casts.why_not_by_engines
-    if any(size % ALIGNMENT for size in shape or layer.held_weight.shape):
+    if any(size % ALIGNMENT for size in shape or layer.product_features):
         return f"size no multiple of {ALIGNMENT}"
     return None
 
@@ -58,7 +88,7 @@ def why_not_cast(
 class Filled(NamedTuple):
     """A weight source, and what it is filled with."""
 
-    holder: FP8Layer | MergedLayers
+    holder: WeightHolder | MergedLayers
     source: WeightSource
     weights: list[torch.Tensor]
     quantized: QuantizedMatrix
@@ -72,7 +102,7 @@ class Filled(NamedTuple):
 class ScaleGroup:
     """Weights under one scale: those of layers that are multiplied as one, stacked by rows, or a lone one."""
 
-    layers: Sequence[FP8Layer]
+    layers: Sequence[WeightHolder]
 
     merged: MergedLayers | None = None
     """Multiplies the layers' weights as one."""
@@ -121,7 +151,7 @@ class ScaleGroup:
 
 
 def scale_groups(
-    layers: Iterable[FP8Layer], merged: Iterable[MergedLayers], why_apart: Callable[[MergedLayers], str | None]
+    layers: Iterable[WeightHolder], merged: Iterable[MergedLayers], why_apart: Callable[[MergedLayers], str | None]
 ) -> list[ScaleGroup]:
     """Group the layers whose weights an engine casts, in their order.
 
@@ -133,7 +163,7 @@ def scale_groups(
         merged: of the model.
         why_apart: why the engine cannot gather the weights into one matrix, all of which it casts; None: it can.
     """
-    groups: dict[FP8Layer, ScaleGroup | None] = dict.fromkeys(layers)
+    groups: dict[WeightHolder, ScaleGroup | None] = dict.fromkeys(layers)
     for each in merged:
         cast = [layer in groups for layer in each.layers]
         if any(cast):

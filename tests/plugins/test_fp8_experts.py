@@ -9,7 +9,10 @@ import transformers
 from torch import nn
 
 from fp8booster import FP8Config, comm, convert_to_fp8, report
+from fp8booster.config import WeightCopies
 from fp8booster.nn.convert import WHY_NOT_ROUTERS
+from fp8booster.nn.experts.fp8_experts import FP8Experts
+from fp8booster.nn.weights.engine import EngineWeight
 from tests.distributed import ranks, run_ranks, shared_folder
 from tests.nn.fused.models import MAJOR, VOCABULARY, build
 from tests.plugins.training import STAGES, Boosted, assert_equal, boost, ours
@@ -75,12 +78,44 @@ def test_two_ranks_train_on_one_batch_as_one_does(stage: int, family: str) -> No
 
 
 @ranks(2)
-def test_statistics_tell_that_experts_are_gathered_in_16_bits() -> None:
+@pytest.mark.parametrize("high_precision", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_zero_gathers_the_bytes_that_experts_multiply_by(family: str, high_precision: bool) -> None:
+    config = FP8Config(weight_copies=WeightCopies(high_precision=high_precision))
+    run = boost(ours(use_fp8=True, stage=1, fp8_config=config), build(family))
+    for _ in range(2):
+        comm.reset_statistics()
+        run.step(tokens(dist.get_rank()))
+    counted = comm.statistics()["weight gather"]
+    experts = [module for module in run.model.modules() if isinstance(module, FP8Experts)]
+    # two parameters a layer, of two layers; and the layers' weights
+    assert counted.calls - sum(counted.uncompressed.values()) > 4
+    assert counted.wire_bytes < 0.6 * counted.raw_bytes
+    for module in experts:
+        for name, source in module.fp8_weights.items():
+            weight, held = getattr(module, name), source.held
+            assert isinstance(source, EngineWeight)
+            assert source.is_provided([weight])
+            # the values in 16 bits, which the module's own forward reads, are those of the bytes
+            data = held.transpose if module.is_transposed else held.data
+            assert torch.equal(weight, (data.float() * held.inverse_scale).to(weight.dtype).view(weight.shape))
+            others = [torch.empty_like(data.view(torch.uint8)) for _ in range(2)]
+            dist.all_gather(others, data.view(torch.uint8))
+            assert torch.equal(*others)
+    assert_in_fp8(run.model)
+
+
+@ranks(2)
+def test_experts_read_otherwise_run_on_the_values_of_what_was_gathered() -> None:
+    """Transformers' own forward, as for calls that are not in FP8."""
     run = boost(ours(use_fp8=True, stage=1), build("mixtral"))
-    comm.reset_statistics()
     run.step(tokens(dist.get_rank()))
-    # two parameters a layer, of two layers
-    assert comm.statistics()["weight gather"].uncompressed["experts in one parameter"] == 4
+    network = run.model.unwrap()
+    before = network(input_ids=tokens(0)).logits
+    for module in network.modules():
+        if isinstance(module, FP8Experts):
+            module.revert()
+    torch.testing.assert_close(network(input_ids=tokens(0)).logits, before, rtol=0.1, atol=0.1)
 
 
 @ranks(2)

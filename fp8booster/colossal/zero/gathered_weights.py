@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -31,12 +31,12 @@ from fp8booster.comm.observer import bytes_of_encoded, observer
 from fp8booster.comm.threshold import ranks_of
 from fp8booster.comm.transport import gather_many
 from fp8booster.kernels.shard_cast import unpack
-from fp8booster.nn.experts.fp8_experts import FP8Experts
+from fp8booster.nn.experts.fp8_experts import ExpertWeight, FP8Experts
 from fp8booster.nn.experts.grouped import grouped_experts
 from fp8booster.nn.fused.merged_layers import MergedLayers, merged_layers
 from fp8booster.nn.linear.layer import FP8Layer, restore_weight
 from fp8booster.nn.modules import count_readers
-from fp8booster.nn.sharding import NOT_FP8, Filled, ScaleGroup, ShardedCast, scale_groups, why_not_cast
+from fp8booster.nn.sharding import NOT_FP8, Filled, ScaleGroup, ShardedCast, WeightHolder, scale_groups, why_not_cast
 from fp8booster.nn.weights.engine import EngineWeight
 from fp8booster.nn.weights.memory import fits
 from fp8booster.tensor import QuantizedMatrix
@@ -65,7 +65,7 @@ class Shard(NamedTuple):
 class GatheredWeight:
     """One weight: the layer that multiplies by it, and the memory that its FP8 copy lives in."""
 
-    layer: FP8Layer
+    layer: WeightHolder
     group: ScaleGroup
     quantized: QuantizedMatrix
 
@@ -124,7 +124,8 @@ class WeightBatch:
     def unpack(self) -> None:
         """Make of the gathered bytes what else is read: transposes, and values in 16 bits."""
         kept = [
-            weight if each.keeps_16_bits else None for weight, each in zip(self.parameters, self.weights, strict=True)
+            weight.view(matrix.shape) if each.keeps_16_bits else None
+            for weight, matrix, each in zip(self.parameters, self.matrices, self.weights, strict=True)
         ]
         transposes = [transpose if transpose.numel() else None for transpose in self.transposes]
         unpack(self.matrices, self.inverse_scales, transposes, kept)
@@ -160,15 +161,19 @@ class GatheredWeights:
         masters, readers = optimizer.get_working_to_master_map(), count_readers(model)
         for by_stage in getattr(optimizer, "shared_params", ()):
             readers.update(by_stage.values())  # other pipeline stages hold it too
-        layers: list[FP8Layer] = []
+        layers: list[WeightHolder] = []
         for module in model.modules():
+            held: dict[WeightHolder, Any] = {}
             if isinstance(module, FP8Experts):
-                held = (getattr(module, name) for name in module.fp8_weights)
-                self._reasons |= dict.fromkeys(held, "experts in one parameter")
-            elif isinstance(module, FP8Layer) and id(weight := module._parameters.get("weight")) in masters:
-                reason = why_not_cast(module, readers=readers[weight], of_engine=self._why_not_cast(weight))
+                held = {each: each.held_weight for each in module.expert_weights()}
+            elif isinstance(module, FP8Layer):
+                held = {module: module._parameters.get("weight")}
+            for layer, weight in held.items():
+                if id(weight) not in masters:
+                    continue
+                reason = why_not_cast(layer, readers=readers[weight], of_engine=self._why_not_cast(weight))
                 if reason is None:
-                    layers.append(module)
+                    layers.append(layer)
                 else:
                     self._reasons[weight] = reason
         self._copies_fit = fits(model, bytes_a_value=2)
@@ -183,8 +188,9 @@ class GatheredWeights:
         self._read_beside: Mapping[GatheredWeight, Shard] | None = None
         alone = [each for each in self._weights.values() if not each.keeps_16_bits]
         for gathered in alone:
-            gathered.layer.register_state_dict_pre_hook(restore_weight)
-            gathered.layer.register_load_state_dict_pre_hook(restore_weight)
+            layer = cast(FP8Layer, gathered.layer)  # experts keep their values
+            layer.register_state_dict_pre_hook(restore_weight)
+            layer.register_load_state_dict_pre_hook(restore_weight)
         # of all or none: who reads a weight in 16 bits waits for no stream
         beside = len(alone) == len(self._weights) > 0 and alone[0].flat.is_cuda
         self._stream = torch.cuda.Stream(alone[0].flat.device) if beside else None
@@ -236,17 +242,18 @@ class GatheredWeights:
         )
         return None if together else "the weights are not gathered into one matrix"
 
-    def _padded_size(self, layer: FP8Layer) -> int:
+    def _padded_size(self, layer: WeightHolder) -> int:
         """Return the number of values in all shards of a layer's weight."""
         return self._optimizer._working_param_to_padded_working_param[layer.held_weight].numel()
 
-    def _is_padded(self, layer: FP8Layer) -> bool:
+    def _is_padded(self, layer: WeightHolder) -> bool:
         return self._padded_size(layer) != layer.held_weight.numel()
 
-    def _memory(self, layers: Sequence[FP8Layer]) -> tuple[torch.Tensor, QuantizedMatrix]:
+    def _memory(self, layers: Sequence[WeightHolder]) -> tuple[torch.Tensor, QuantizedMatrix]:
         """Make memory for the shards of layers' weights, and for their FP8 matrix, stacked by rows, within it."""
         first, dtype = layers[0].held_weight, layers[0].fp8_config.weight_format
-        rows, columns = sum(len(layer.held_weight) for layer in layers), first.shape[1]
+        columns = first.shape[-1]
+        rows = sum(layer.held_weight.numel() for layer in layers) // columns
         flat = first.new_empty(sum(map(self._padded_size, layers)), dtype=dtype)
         # one that lies transposed is multiplied in forward by what is not gathered
         has_transpose = layers[0].fp8_config.keeps_transposes or layers[0].weight_is_transposed
@@ -282,6 +289,8 @@ class GatheredWeights:
         """
         asked = group.layers[0].fp8_config.weight_copies.high_precision
         keeps_16_bits = self._copies_fit if asked is None else asked
+        # the module's own forward, which runs where FP8 is not right or not faster, reads the parameters themselves
+        keeps_16_bits |= isinstance(group.layers[0], ExpertWeight)
         for layer in group.layers:
             ways = () if keeps_16_bits else (self.restore, partial(self._keep, layer.held_weight))
             layer.fp8_weight = EngineWeight(layer.weight_is_transposed, *ways)
@@ -413,7 +422,7 @@ class GatheredWeights:
         if any(weight.stride()):  # somebody gave it other data
             return
         values = padded[: weight.numel()].view(weight.shape)
-        unpack([quantized.data], [quantized.inverse_scale], [None], [values])
+        unpack([quantized.data], [quantized.inverse_scale], [None], [values.view(quantized.data.shape)])
         right = [filled for filled in gathered.group.filled if filled.is_right()]  # others may have been given data
         weight.data = values
         for holder, source, weights, matrix in right:

@@ -30,6 +30,7 @@ from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.freshness import look_again
 from fp8booster.nn.weights.resharded import ReshardedWeight
 from fp8booster.nn.weights.source import CachedWeight, WeightSource
+from fp8booster.tensor import QuantizedMatrix
 
 _DOWN = "down_proj"
 
@@ -109,8 +110,19 @@ class FP8Experts(nn.Module):
 
     def revert(self) -> None:
         """Turn the module into what it was, in place."""
-        del self.fp8_config, self.fp8_weights, self.fp8_casts, self._fp8_ran, self._fp8_reasons
+        del (
+            self.fp8_config,
+            self.fp8_weights,
+            self.fp8_casts,
+            self._fp8_ran,
+            self._fp8_reasons,
+            self._weights_of_engines,
+        )
         change_class(self, self.original)
+
+    def expert_weights(self) -> list[ExpertWeight]:
+        """Return the parameters as an engine sees weights of layers, always the same objects."""
+        return [self._weights_of_engines.setdefault(name, ExpertWeight(self, name)) for name in self.fp8_weights]
 
     def _start_fp8(self, config: FP8Config) -> None:
         self.fp8_config = config
@@ -118,6 +130,7 @@ class FP8Experts(nn.Module):
         self.fp8_casts = {name: Casts.of_layer(config) for name in self.fp8_weights}
         self._fp8_ran = False
         self._fp8_reasons: dict[str, None] = {}
+        self._weights_of_engines: dict[str, ExpertWeight] = {}
 
     def follow_resharding(self) -> None:
         """Keep no FP8 weight between forward and backward: the weights are whole only while the module runs."""
@@ -256,6 +269,60 @@ class FP8Experts(nn.Module):
     def _load_from_state_dict(self, *arguments: Any, **named: Any) -> None:
         self.forget()  # as `FP8Layer` does
         super()._load_from_state_dict(*arguments, **named)
+
+
+class ExpertWeight:
+    """One parameter of experts, as an engine that casts and gathers it sees the weight of a layer.
+
+    Args:
+        experts: hold it, and multiply by it.
+        name: of the parameter.
+    """
+
+    def __init__(self, experts: FP8Experts, name: str) -> None:
+        self._experts, self._name = experts, name
+
+    @property
+    def held_weight(self) -> torch.Tensor:
+        """The parameter, [G, N, K] or transposed."""
+        return getattr(self._experts, self._name)
+
+    @property
+    def fp8_config(self) -> FP8Config:
+        """The experts' configuration."""
+        return self._experts.fp8_config
+
+    @property
+    def fp8_casts(self) -> Casts:
+        """The casts of the parameter's products in training."""
+        return self._experts.fp8_casts[self._name]
+
+    @property
+    def fp8_weight(self) -> WeightSource:
+        """Where the parameter's FP8 copy comes from."""
+        return self._experts.fp8_weights[self._name]
+
+    @fp8_weight.setter
+    def fp8_weight(self, source: WeightSource) -> None:
+        self._experts.fp8_weights[self._name] = source
+
+    @property
+    def weight_is_transposed(self) -> bool:
+        """As `FP8Layer.weight_is_transposed`."""
+        return self._experts.is_transposed
+
+    @property
+    def product_features(self) -> tuple[int, int]:
+        """(input, output features) of one expert."""
+        *_, rows, columns = self.held_weight.shape
+        return (rows, columns) if self.weight_is_transposed else (columns, rows)
+
+    def in_product_layout(self, stored: QuantizedMatrix) -> QuantizedMatrix:
+        """As `FP8Layer.in_product_layout`."""
+        return stored.t() if self.weight_is_transposed else stored
+
+    def __reduce__(self) -> tuple:
+        return ExpertWeight, (self._experts, self._name)
 
 
 def _where_biased(chosen: torch.Tensor, routes: routing.Routes, layout: RowLayout, experts: int) -> torch.Tensor:

@@ -26,7 +26,7 @@ from fp8booster.kernels.scales import new_inverse_scales
 from fp8booster.kernels.shard_cast import unpack
 from fp8booster.nn.fused.merged_layers import MergedLayers
 from fp8booster.nn.linear.layer import FP8Layer
-from fp8booster.nn.sharding import NOT_FP8, ShardedCast, scale_groups, why_not_cast
+from fp8booster.nn.sharding import NOT_FP8, ShardedCast, WeightHolder, scale_groups, why_not_cast
 from fp8booster.tensor import QuantizedMatrix
 
 NAME = "parameter gather"
@@ -195,7 +195,7 @@ class FlatWeights:
         fp8 = torch.cat([message[:count] for message, count in zip(messages, self._fp8_counts, strict=True)]).view(
             dtype
         )
-        places = {place.layer: place for place in self._fp8}
+        places: dict[WeightHolder, FP8Place] = {place.layer: place for place in self._fp8}
         sizes = [sum(places[layer].shape.numel() for layer in group.layers) for group in self._groups]
         for group, values, scale in zip(self._groups, fp8.split(sizes), scales, strict=True):
             data = values.view(-1, places[group.layers[0]].shape[1])

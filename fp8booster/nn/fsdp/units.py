@@ -32,7 +32,7 @@ from fp8booster.nn.fsdp.flat_weights import NAME
 from fp8booster.nn.fused.merged_layers import MergedLayers
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import change_class
-from fp8booster.nn.sharding import NOT_FP8, ScaleGroup, ShardedCast, scale_groups, why_not_cast
+from fp8booster.nn.sharding import NOT_FP8, ScaleGroup, ShardedCast, WeightHolder, scale_groups, why_not_cast
 from fp8booster.nn.weights.resharded import ReshardedWeight
 from fp8booster.tensor import QuantizedMatrix
 
@@ -160,7 +160,7 @@ class _Place:
     """A weight that is gathered in FP8."""
 
     param: FP8FSDPParam
-    layer: FP8Layer
+    layer: WeightHolder
     source: ReshardedWeight
     group: ScaleGroup  # of the weights that it shares a scale, and memory, with
 
@@ -176,7 +176,7 @@ class FP8Unit:
 
     def __init__(self, params: Sequence[FSDPParam], merged: Sequence[MergedLayers], group: dist.ProcessGroup) -> None:
         self._group, self._ranks = group, group.size()
-        of_layer: dict[FP8Layer, Any] = {cast(FP8Layer, param._module_info.module): param for param in params}
+        of_layer: dict[WeightHolder, Any] = {cast(FP8Layer, param._module_info.module): param for param in params}
 
         def why_apart(merged: MergedLayers) -> str | None:
             even = all(of_layer[layer]._orig_size[0] % self._ranks == 0 for layer in merged.layers)

@@ -165,12 +165,7 @@ class FP8Layer(nn.Module):
 
     def in_product_layout(self, stored: QuantizedMatrix) -> QuantizedMatrix:
         """The FP8 weight as the products read it, [output, input features], from a cast of the weight as it lies."""
-        if not self.weight_is_transposed:
-            return stored
-        data, transpose, inverse_scale, transpose_inverse_scale = stored
-        if transpose_inverse_scale is None:
-            return QuantizedMatrix(transpose, data, inverse_scale, None)
-        return QuantizedMatrix(transpose, data, transpose_inverse_scale, inverse_scale)
+        return stored.t() if self.weight_is_transposed else stored
 
     def fp8_product(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
         """The layer's product in FP8, or None where it is to be computed in high precision.
