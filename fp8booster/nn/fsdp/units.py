@@ -38,8 +38,14 @@ from fp8booster.tensor import QuantizedMatrix
 
 _GATHER = "all_gather_into_tensor"
 
-_OVERRIDDEN = ("_sharded_local_tensor", "init_all_gather_outputs", "alloc_all_gather_outputs", "init_unsharded_param")
-_OVERRIDDEN_TOO = ("free_unsharded_param", "_init_extensions")
+_OVERRIDDEN = (
+    "_init_extensions",
+    "_sharded_local_tensor",
+    "alloc_all_gather_outputs",
+    "free_unsharded_param",
+    "init_all_gather_outputs",
+    "init_unsharded_param",
+)
 
 GATHERED = (
     "the model was sharded by fp8booster.fully_shard, which gathers the weights of its FP8 layers for them alone; "
@@ -50,7 +56,7 @@ GATHERED = (
 
 def why_not_gathered() -> str | None:
     """Return why this PyTorch's FSDP2 cannot gather in FP8, or None where it can."""
-    missing = [name for name in (*_OVERRIDDEN, *_OVERRIDDEN_TOO) if not hasattr(FSDPParam, name)]
+    missing = [name for name in _OVERRIDDEN if not hasattr(FSDPParam, name)]
     return f"this PyTorch's FSDP2 has no {missing[0]}" if missing else None
 
 
