@@ -17,13 +17,13 @@ import torch
 import typer
 
 from benchmarks.harness import command, environment
-from benchmarks.harness.power import PowerMeter
 from benchmarks.harness.products import BF16, Operands, ProductKind
 from benchmarks.harness.results import Column, Record, Result, Table
 from benchmarks.harness.shapes import DIRECTIONS, workloads
 from benchmarks.harness.timing import Variant, input_sets, time_alone
 from fp8booster import formats
 from fp8booster.kernels import product
+from fp8booster.monitor.power import PowerMeter
 
 MODELS = ["7b", "13b"]
 TOKENS = [8192]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from fp8booster.monitor.power import peak_flops
 from fp8booster.version import __version__
 
 PEERS = ("torchao", "transformer_engine", "colossalai")
@@ -29,6 +30,10 @@ class Gpu:
     driver: str
     max_clock_hz: float
     power_limit: str
+
+    def peak_flops(self, precision: str) -> float | None:
+        """Return the peak at the highest clock, as `fp8booster.monitor.power.peak_flops`: long products stay below."""
+        return peak_flops(self.capability, self.processors, self.max_clock_hz, precision)
 
 
 def gpu_of(device: torch.device) -> Gpu:

@@ -12,14 +12,6 @@ from benchmarks.harness.timing import Timing, Variant
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**20}
 """Size of the copy that measures bandwidth: on a GPU far beyond any cache."""
 
-FLOPS_PER_CYCLE = {
-    (8, 9): {"BF16": 1024, "FP8": 2048},
-    (9, 0): {"BF16": 4096, "FP8": 8192},
-    (10, 0): {"BF16": 8192, "FP8": 16384},
-}
-"""Dense tensor-core operations of one streaming multiprocessor a cycle, by compute capability: NVIDIA's whitepapers on
-Ada, Hopper and Blackwell (peak rate / processors / boost clock)."""
-
 
 class CopyBandwidth:
     """The device's own copy, to be timed interleaved with what it is the ceiling of."""
@@ -53,16 +45,6 @@ def cast_bytes(elements: int, *, amax_given: bool, layouts: int, bytes_in: int =
     return elements * (reads * bytes_in + layouts)
 
 
-def peak_flops(gpu: Gpu, precision: str) -> float | None:
-    """Tensor-core operations a second at the highest clock, "BF16" or "FP8"; None for an unlisted GPU.
-
-    Power limits keep long products below it.
-    """
-    if gpu.capability not in FLOPS_PER_CYCLE:
-        return None
-    return FLOPS_PER_CYCLE[gpu.capability][precision] * gpu.processors * gpu.max_clock_hz
-
-
 @dataclass(frozen=True)
 class ProductFloor:
     """The roofline of products: arithmetic at the tensor cores' peak, or bytes at the copy bandwidth."""
@@ -74,6 +56,6 @@ class ProductFloor:
         """Fewest milliseconds of [rows, inner] by [inner, columns] to BF16; by bytes alone if the peak is unknown."""
         operand_bytes = {"BF16": 2, "FP8": 1}[precision]
         moved = operand_bytes * inner * (rows + columns) + 2 * rows * columns
-        peak = peak_flops(self.gpu, precision)
+        peak = self.gpu.peak_flops(precision)
         arithmetic = 0.0 if peak is None else 2 * rows * inner * columns / peak
         return 1e3 * max(arithmetic, moved / self.bytes_per_second)

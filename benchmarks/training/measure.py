@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.harness.power import Draw, PowerMeter
 from benchmarks.training.built_engine import STEP_RANGE, BuiltEngine
 from benchmarks.training.data import batches
 from benchmarks.training.job import Job
 from benchmarks.training.trace import breakdown
 from fp8booster import comm
+from fp8booster.monitor.power import Draw, PowerMeter
 from fp8booster.monitor.traffic import count_traffic
 from fp8booster.training.optimizers import WarmupCosine
 

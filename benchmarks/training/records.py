@@ -9,10 +9,9 @@ import numpy as np
 
 from benchmarks.harness.environment import Gpu
 from benchmarks.harness.results import Record
-from benchmarks.harness.roofline import peak_flops
 from benchmarks.harness.statistics import Samples
-from benchmarks.training.arithmetic import model_flops, native_flops
 from benchmarks.training.engines import ENGINES, OURS
+from benchmarks.training.flops import model_flops, native_flops
 from benchmarks.training.job import Job
 from benchmarks.training.rounds import Findings
 
@@ -91,7 +90,7 @@ def _record(name: str, found: Findings, setting: Setting) -> Record:
     record: Record = {"engine": name, "label": ENGINES[name].label, "failed": found.reason}
     if not found.outcomes:
         return record
-    job, model = setting.job, setting.job.architecture
+    job = setting.job
     outcomes = found.outcomes
     steps = [ms for outcome in outcomes.values() for ms in outcome["step_ms"]]
     ranks = np.median([outcome["rank_ms"] for outcome in outcomes.values()], axis=0)
@@ -99,8 +98,8 @@ def _record(name: str, found: Findings, setting: Setting) -> Record:
     tokens = first["replicas"] * job.micro_batches * job.micro_batch * job.sequence
     ms = Samples.of(steps)
     throughput = 1e3 * tokens / ms.median / setting.ranks
-    flops = model_flops(model, sequence=job.sequence, lora=job.lora) * throughput
-    natively = None if job.checkpointed_layers or job.lora else native_flops(model, checkpointing=job.checkpointing)
+    flops = model_flops(job) * throughput
+    natively = native_flops(job)
     return record | {
         "rounds": list(outcomes),
         "ms": ms.as_record(),
@@ -117,7 +116,7 @@ def _record(name: str, found: Findings, setting: Setting) -> Record:
         "utilisation": {
             precision: None if peak is None else flops / peak
             for precision in ("FP8", "BF16")
-            for peak in (peak_flops(setting.gpu, precision),)
+            for peak in (setting.gpu.peak_flops(precision),)
         },
         "native_tflops": None if natively is None else 1e-12 * natively * throughput,
         "peak_bytes": max(outcome["peak_bytes"] for outcome in outcomes.values()),

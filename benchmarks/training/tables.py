@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from benchmarks.harness.results import Column, Record, Table, spread
-from benchmarks.training.arithmetic import FORMULA
 from benchmarks.training.engines import ENGINES
+from benchmarks.training.flops import FORMULA
 from benchmarks.training.records import part_records
 from benchmarks.training.trace import NOTE as TRACE_NOTE
 from benchmarks.training.trace import ROWS

@@ -93,6 +93,10 @@ class RunFigures:
     world_size: int
     layers: tuple[dict[str, Any], ...]  # rows of `fp8booster.report`
     traffic: tuple[dict[str, Any], ...]  # rows of `monitor.traffic.Traffic`
+    model_flops: float | None = None  # a second of one GPU, at the median step; None where its limit is not known
+    clock_mhz: float | None = None  # of its processors
+    peak_share: float | None = None  # model FLOP/s over the FP8 peak at this clock
+    reachable_share: float | None = None  # and over what the run's products reach at measured rates
 
 
 def count_fp8(rows: Sequence[Mapping[str, Any]]) -> int:
@@ -109,11 +113,20 @@ def not_in_fp8(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"{first_of(layers, shown=4)} ({reason})" for reason, layers in names.items()]
 
 
+_LIMIT: dict[str, Kind] = dict.fromkeys(("flops_per_token", "clock_mhz", "peak_flops"), float)
+_LIMIT["reachable_flops"] = (float, type(None))
+
+
 def read_result(path: Path, fields: Mapping[str, Kind]) -> dict[str, Any]:
     """Read a run's `result.json`; errors as `read_record`, for rows of layers that are none too."""
     # another version may have written the file, or a hand changed it
     result = read_record(path, fields, REMOVE)
     require_rows(result["layers"], f"'layers' in {path}", {"name": str, "precision": str, "notes": str}, REMOVE)
+    result.setdefault("limit", None)  # older versions did not know it
+    if result["limit"] is not None:
+        require_rows([result["limit"]], f"'limit' in {path}", _LIMIT, REMOVE)
+        if any(result["limit"][name] in (0, math.inf) for name in ("peak_flops", "reachable_flops")):
+            raise ValueError(f"'limit' in {path} has a rate that no GPU has; {REMOVE}.")
     return result
 
 
@@ -133,12 +146,13 @@ def read_figures(folder: Path, precision: str) -> tuple[RunFigures, list[StepMet
     fields |= dict.fromkeys(("world_size", "peak_memory", "parameters"), int)
     result = read_result(folder / precision / "result.json", fields)
     last = metrics[-max(1, round(len(metrics) * LAST)) :]
+    # medians: the first step compiles kernels and asks for its memory
+    tokens_per_second = statistics.median(step.tokens_per_second for step in metrics)
     figures = RunFigures(
         precision=precision,
         steps=metrics[-1].step,
         final_loss=statistics.fmean(step.loss for step in last),
-        # medians: the first step compiles kernels and asks for its memory
-        tokens_per_second=statistics.median(step.tokens_per_second for step in metrics),
+        tokens_per_second=tokens_per_second,
         step_seconds=statistics.median(step.seconds for step in metrics),
         peak_memory=result["peak_memory"],
         step_bytes=round(statistics.median(step.wire_bytes for step in metrics)),
@@ -146,8 +160,28 @@ def read_figures(folder: Path, precision: str) -> tuple[RunFigures, list[StepMet
         world_size=result["world_size"],
         layers=tuple(result["layers"]),
         traffic=tuple(result["traffic"]),
+        **_limited(result["limit"], tokens_per_second / result["world_size"]),
     )
     return figures, metrics
+
+
+def _limited(limit: Mapping[str, Any] | None, tokens_per_second: float) -> dict[str, float | None]:
+    """Return the figures of `RunFigures` that compare tokens a second of one GPU with its limit, where that is known.
+
+    Args:
+        limit: as `result.json` has it.
+        tokens_per_second: of one GPU.
+    """
+    if limit is None:
+        return {}
+    flops = tokens_per_second * limit["flops_per_token"]
+    reachable = limit["reachable_flops"]
+    return {
+        "model_flops": flops,
+        "clock_mhz": limit["clock_mhz"],
+        "peak_share": flops / limit["peak_flops"],
+        "reachable_share": None if reachable is None else flops / reachable,
+    }
 
 
 def finite_or_null(value: Any) -> Any:

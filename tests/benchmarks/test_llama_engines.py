@@ -6,8 +6,9 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
-from benchmarks.training.arithmetic import parameters
+from fp8booster.training.models import build
 from tests.benchmarks.llama_ranks import JOB, RUNS, measure_engines, measure_plain, take_turns
 from tests.distributed import run_ranks
 
@@ -79,7 +80,8 @@ def test_the_slowest_rank_gives_each_step(measured) -> None:
 
 def test_wire_bytes_are_those_of_the_model(measured) -> None:
     outcomes = measured[0][0]
-    values = parameters(JOB.architecture)
+    network = build(JOB.architecture.config(JOB.sequence), device=torch.device("meta"))
+    values = sum(parameter.numel() for parameter in network.parameters())
     # each micro-batch's gradients reduced and the weights gathered, half of either by each of 2 ranks, 2 bytes a value
     assert outcomes["native"]["wire"]["bytes"] == pytest.approx((JOB.micro_batches + 1) * values, rel=0.01)
     assert outcomes["fp8"]["wire"]["bytes"] < 0.75 * outcomes["native"]["wire"]["bytes"]

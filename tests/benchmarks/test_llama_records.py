@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.harness.environment import Gpu
-from benchmarks.training.arithmetic import model_flops
+from benchmarks.training.flops import model_flops, native_flops
 from benchmarks.training.job import Job
 from benchmarks.training.launch import Turn
 from benchmarks.training.output import Output, deliver
@@ -19,7 +19,6 @@ from benchmarks.training.rounds import Findings, take_rounds
 from benchmarks.training.scaling import read_runs, scaling_records, scaling_table
 from benchmarks.training.tables import loss_table, power_table, profile_tables, step_table, wire_tables
 from benchmarks.training.trace import ROWS
-from fp8booster.training.models import MODELS
 
 H200 = Gpu("NVIDIA H200", (9, 0), 132, "580", 1.98e9, "700 W")
 JOB = Job(sequence=4096, micro_batch=2, micro_batches=3)
@@ -61,12 +60,24 @@ def test_rates_follow_from_the_slowest_ranks_median() -> None:
     # 8 replicas of 3 micro-batches of 2 sequences in a second, on 8 GPUs
     assert record["tokens"] == 8 * 3 * 2 * 4096
     assert record["tokens_per_second_per_gpu"] == 3 * 2 * 4096
-    flops = model_flops(MODELS["7b"], sequence=4096) * 3 * 2 * 4096
+    flops = model_flops(JOB) * 3 * 2 * 4096
     assert record["model_tflops"] == pytest.approx(1e-12 * flops)
     assert record["utilisation"]["FP8"] == pytest.approx(flops / (132 * 8192 * 1.98e9))
     assert record["utilisation"]["BF16"] == pytest.approx(2 * record["utilisation"]["FP8"])
     assert record["native_tflops"] == pytest.approx(1e-12 * 6 * 6_738_415_616 * 3 * 2 * 4096)
     assert record["peak_bytes"] == 2**30
+
+
+def test_operations_by_colossalai_s_formula() -> None:
+    parameters = 6_738_415_616
+    assert native_flops(JOB) == 6 * parameters
+    assert native_flops(replace(JOB, checkpointing=True)) == 8 * parameters
+    for unknown in ({"checkpointing": True, "checkpointed_layers": 2}, {"lora": 8}, {"model": "micro-mixtral"}):
+        assert native_flops(replace(JOB, **unknown)) is None
+
+
+def test_frozen_weights_have_no_gradients() -> None:
+    assert 4 / 6 < model_flops(replace(JOB, lora=8)) / model_flops(JOB) < 4.2 / 6
 
 
 def test_energy_is_that_of_all_gpus() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.harness.environment import Gpu
-from benchmarks.harness.roofline import CopyBandwidth, ProductFloor, cast_bytes, peak_flops
+from benchmarks.harness.roofline import CopyBandwidth, ProductFloor, cast_bytes
 from benchmarks.harness.timing import time_interleaved
 
 H100 = Gpu("H100 SXM", (9, 0), 132, "", 1.83e9, "700 W")
@@ -20,15 +20,15 @@ def test_bytes_of_a_cast(amax_given, layouts, bytes_each) -> None:
 
 def test_peaks_are_the_data_sheet_s() -> None:
     # H100 SXM at its boost clock: 989.4 and 1978.9 TFLOP/s without sparsity
-    assert peak_flops(H100, "BF16") == pytest.approx(989.4e12, rel=1e-3)
-    assert peak_flops(H100, "FP8") == pytest.approx(1978.9e12, rel=1e-3)
-    assert peak_flops(UNLISTED, "FP8") is None
+    assert H100.peak_flops("BF16") == pytest.approx(989.4e12, rel=1e-3)
+    assert H100.peak_flops("FP8") == pytest.approx(1978.9e12, rel=1e-3)
+    assert UNLISTED.peak_flops("FP8") is None
 
 
 def test_a_large_product_is_bound_by_arithmetic_and_a_thin_one_by_bytes() -> None:
     floor = ProductFloor(H100, bytes_per_second=3e12)
     large = floor.ms(8192, 8192, 8192, "BF16")
-    assert large == pytest.approx(1e3 * 2 * 8192**3 / peak_flops(H100, "BF16"))
+    assert large == pytest.approx(1e3 * 2 * 8192**3 / H100.peak_flops("BF16"))
     thin = floor.ms(16, 8192, 8192, "FP8")
     assert thin == pytest.approx(1e3 * (16 * 8192 + 8192 * 8192 + 2 * 16 * 8192) / 3e12)
 

@@ -93,3 +93,25 @@ def test_a_model_by_name_takes_a_number() -> None:
         assert model.training
         assert model.is_gradient_checkpointing == bool(checkpointing)
     assert not prepared(tiny_llama(), False).is_gradient_checkpointing
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("7b", 6_738_415_616),
+        ("30b", 32_528_943_616),
+        ("35b", 34_980_831_232),
+        ("llama3-8b", 8_030_261_248),
+        ("llama3-70b", 70_553_706_496),
+        ("mixtral-8x7b", 46_702_792_704),
+        ("qwen2.5-7b", 7_615_616_512),
+    ],
+)
+def test_sizes_are_the_published_ones(name: str, parameters: int) -> None:
+    network = build(MODELS[name].config(sequence=32), device=torch.device("meta"))
+    assert sum(parameter.numel() for parameter in network.parameters()) == parameters
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_config_has_positions_for_the_sequence(name: str) -> None:
+    assert MODELS[name].config(sequence=65536).max_position_embeddings == 65536

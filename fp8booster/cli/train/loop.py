@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -39,10 +40,13 @@ from .data import load_tokenizer
 from .key_values import build_plugin, fp8_config
 from .launch import Task
 from .model_folder import build_model, is_folder, load_config
+from .speed import ChipLimit
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PretrainedConfig
+
+_CPU = torch.device("cpu")
 
 _BETAS = (0.9, 0.95)  # of LLaMA (Touvron et al., arXiv 2302.13971, section 2.3)
 
@@ -123,7 +127,7 @@ class Trainer:
 
     def run(self) -> None:
         """Step until done, stopped or not finite. Raises NotFinite with a sentence in the last case."""
-        with nullcontext() if self._recording is None else self._recording:
+        with nullcontext() if self._recording is None else self._recording, self._limit:
             self._run()
 
     def _run(self) -> None:
@@ -157,6 +161,8 @@ class Trainer:
         else:
             network = self._with_adapters(config)
         self._parameters = sum(parameter.numel() for parameter in network.parameters())
+        # one rank tells of all, whose GPUs are the same
+        self._limit = ChipLimit(network, options.sequence, self._device if dist.get_rank() == 0 else _CPU)
         # of the whole model: boosted, it may hold shards
         self._shapes = {name: list(tensor.shape) for name, tensor in network.state_dict().items()}
         names = {name for name, _ in network.named_parameters()}
@@ -233,7 +239,8 @@ class Trainer:
                 wire_bytes=self._traffic.sent - sent + self._boosted.unseen_bytes,
             )
             self._log.write(metrics)
-            self._tell("step", **dataclasses.asdict(metrics))
+            share = self._limit.share(metrics.tokens_per_second / dist.get_world_size())
+            self._tell("step", **dataclasses.asdict(metrics), share=share)
         return stopped
 
     def _check_norm(self, norm: float) -> None:
@@ -330,7 +337,7 @@ class Trainer:
         peak = torch.tensor(get_accelerator().max_memory_allocated(), dtype=torch.int64, device=self._device)
         # the rank that needs most decides which GPU is large enough
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-        layers = self._layers()
+        layers, others = self._rows()
         if dist.get_rank() == 0:
             result = {
                 "step": self._step,
@@ -339,19 +346,21 @@ class Trainer:
                 "parameters": self._parameters,
                 "layers": layers,
                 "traffic": self._traffic.rows(),
+                "limit": self._limit.record([*layers, *others]),
             }
             write_whole(self._task.result, json.dumps(result, indent=1) + "\n")
         dist.barrier()  # a command looks whether it is there when its own ranks have ended
 
-    def _layers(self) -> list[dict[str, Any]]:
-        """Rows of the report, those of all pipeline stages."""
+    def _rows(self) -> list[list[dict[str, Any]]]:
+        """Return rows of the report, those of all pipeline stages: of linear layers, and of other parameters."""
         network = self._boosted.adapted or self._boosted.model.unwrap()
-        rows = [dataclasses.asdict(row) for row in report(network).rows]
-        for row in rows:
+        found = report(network)
+        tables = [[dataclasses.asdict(row) for row in rows] for rows in (found.rows, found.outside)]
+        for row in itertools.chain(*tables):
             row["name"] = row["name"].replace("_fsdp_wrapped_module.", "").removeprefix("base_model.model.")
         if not self._boosted.pipelined:
-            return rows
-        stages: list[list[dict[str, Any]]] = [[] for _ in range(dist.get_world_size())]
+            return tables
+        stages: list[list[list[dict[str, Any]]]] = [[] for _ in range(dist.get_world_size())]
         # each stage sees its own layers alone
-        dist.all_gather_object(stages, rows)
-        return list({row["name"]: row for stage in stages for row in stage}.values())
+        dist.all_gather_object(stages, tables)
+        return [list({row["name"]: row for table in of for row in table}.values()) for of in zip(*stages, strict=True)]

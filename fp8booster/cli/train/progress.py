@@ -51,7 +51,8 @@ class Silent:
     def show(self, kind: str, **values: Any) -> None:
         """Show one event.
 
-        Kinds: "status" (text), "notice" (text, a sentence to keep), "start" (done, steps), "step" (metrics),
+        Kinds: "status" (text), "notice" (text, a sentence to keep), "start" (done, steps), "step" (metrics, and
+        the share of the FP8 peak or None),
         "checkpoint" (folder), "done".
         """
         if kind == "notice":
@@ -151,10 +152,11 @@ def plain_console(stream: TextIO) -> Console:
 
 
 def figures(metrics: dict[str, Any]) -> str:
-    """Return a step's metrics in one line."""
+    """Return a step's metrics in one line, with its `share` of the GPU's FP8 peak where this is known."""
+    share = metrics.get("share")
     return (
         f"loss {metrics['loss']:.4f}  lr {metrics['lr']:.2e}  norm {metrics['grad_norm']:.2f}  "
-        f"{metrics['tokens_per_second']:,.0f} tokens/s"
+        f"{metrics['tokens_per_second']:,.0f} tokens/s{'' if share is None else f', {share:.0%} of FP8 peak'}"
     )
 
 

@@ -34,6 +34,13 @@ def rows(columns: list[RunFigures]) -> list[list[str]]:
         ["sent, MB a step and rank", *(f"{column.step_bytes / 1e6:,.2f}" for column in columns)],
         ["linear layers in FP8", *(f"{count_fp8(column.layers)} of {len(column.layers)}" for column in columns)],
     ]
+    shares = {
+        "of the FP8 peak at its clock": [column.peak_share for column in columns],
+        "of what its products reach": [column.reachable_share for column in columns],
+    }
+    # nothing where no limit is known, as on a CPU
+    known = {title: values for title, values in shares.items() if any(value is not None for value in values)}
+    table[2:2] = [[title, *("" if value is None else f"{value:.1%}" for value in of)] for title, of in known.items()]
     if len(columns) > 1:
         difference = [f"{100 * (column.final_loss / first.final_loss - 1):+.2f} %" for column in columns[1:]]
         table.insert(1, [f"difference from {first.precision.upper()}", "", *difference])

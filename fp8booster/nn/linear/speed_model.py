@@ -63,11 +63,12 @@ def speedup(rows: int, inputs: int, outputs: int, rates: Rates) -> float:
 def fp8_pays(rows: int, inputs: int, outputs: int, device: torch.device) -> bool:
     """Tell whether a layer of this size is faster in FP8 on this device, as far as its rates are known."""
     # a compiler traces through the look-up, and would warn of the cache
-    rates = _look_up(device) if torch.compiler.is_compiling() else _looked_up(device)
+    rates = measured_rates(device) if torch.compiler.is_compiling() else _looked_up(device)
     return rates is None or speedup(rows, inputs, outputs, rates) > 1
 
 
-def _look_up(device: torch.device) -> Rates | None:
+def measured_rates(device: torch.device) -> Rates | None:
+    """Return the rates of a device; None where they were not measured."""
     return MEASURED.get(torch.cuda.get_device_capability(device)) if device.type == "cuda" else None
 
 
@@ -83,7 +84,7 @@ def computes_in_fp8(config: FP8Config, rows: int, inputs: int, outputs: int, dev
     return config.always or config.emulate or not config.keeps_high_precision or fp8_pays(rows, inputs, outputs, device)
 
 
-_looked_up = functools.cache(_look_up)
+_looked_up = functools.cache(measured_rates)
 
 MOST_TOKEN_COUNTS = 1024
 """Counts that a layer remembers. Experts meet another one in nearly every step, a whole training run millions."""

@@ -33,6 +33,11 @@ def test_a_log_gets_about_twenty_lines(capsys):
     assert steps[-1] == "fp8: step 200/200  loss 2.5000  lr 1.00e-03  norm 1.00  9,000 tokens/s"
 
 
+def test_a_line_has_the_share_of_the_peak_where_it_is_known():
+    assert progress_module.figures(FIGURES | {"share": 0.4149}).endswith("9,000 tokens/s, 41% of FP8 peak")
+    assert progress_module.figures(FIGURES | {"share": None}).endswith("9,000 tokens/s")
+
+
 @pytest.mark.parametrize(
     ("seconds", "steps", "left"),
     [(9.0, 5, "27 s left"), (9.0, 200, "30 min left"), (300.0, 201, "16.6 h left"), (0.1, 3, "0 s left")],

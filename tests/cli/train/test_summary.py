@@ -60,6 +60,41 @@ def test_figures_of_a_run(run):
     assert json.loads((run / "summary.json").read_text())["columns"][1]["precision"] == "fp8"
 
 
+def with_limit(run, reachable):
+    """Write into the FP8 run's result what its GPU can do."""
+    file = run / "fp8" / "result.json"
+    limit = {"flops_per_token": 10**9, "clock_mhz": 1500.0, "peak_flops": 2e11, "reachable_flops": reachable}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"limit": limit}))
+
+
+def test_speed_is_a_share_of_the_gpu_s_limit(run):
+    columns = [read_figures(run, precision)[0] for precision in ("bf16", "fp8")]
+    assert not [title for title, *_ in rows(columns) if title.startswith("of ")]
+    with_limit(run, 1e11)
+    columns[1], _ = read_figures(run, "fp8")
+    # 50 tokens a second on each of two GPUs, of 1e9 operations
+    assert (columns[1].model_flops, columns[1].clock_mhz) == (5e10, 1500.0)
+    table = {title: values for title, *values in rows(columns)}
+    assert table["of the FP8 peak at its clock"] == ["", "25.0%"]
+    assert table["of what its products reach"] == ["", "50.0%"]
+    write_summary(run, TrainOptions(batch=4, sequence=64), "fp8booster train", columns, "text, 9 tokens")
+    assert "| of the FP8 peak at its clock |  | 25.0% |" in (run / "summary.md").read_text()
+    assert json.loads((run / "summary.json").read_text())["columns"][1]["peak_share"] == 0.25
+    with_limit(run, None)
+    table = {title: values for title, *values in rows([read_figures(run, "fp8")[0]])}
+    assert table["of the FP8 peak at its clock"] == ["25.0%"]
+    assert "of what its products reach" not in table
+
+
+@pytest.mark.parametrize("rate", [0, "much", math.inf])
+def test_a_limit_that_no_gpu_has_is_named(run, rate):
+    with_limit(run, rate)
+    with pytest.raises(
+        ValueError, match=r"'limit' in .*result\.json.*; remove the file; --resume of the run writes it"
+    ):
+        read_figures(run, "fp8")
+
+
 def test_numbers_that_are_not_finite_are_null_in_json(run):
     file = run / "fp8" / "metrics.jsonl"
     last = json.loads(file.read_text().splitlines()[-1]) | {"step": 41, "loss": math.nan}

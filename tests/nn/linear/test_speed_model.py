@@ -99,7 +99,7 @@ def test_a_layer_that_moves_asks_anew_what_pays_where_it_is(small_layers_are_slo
 
 
 def test_compiled_code_decides_alike(monkeypatch) -> None:
-    monkeypatch.setattr(speed_model, "_look_up", lambda device: H200)
+    monkeypatch.setattr(speed_model, "measured_rates", lambda device: H200)
     layer = FP8Linear(32, 32, dtype=torch.bfloat16)
     x = torch.randn(48, 32, dtype=torch.bfloat16)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")  # what is decided is traced

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.harness.power import Draw, PowerMeter, Sample, draw_of, parse
+from fp8booster.monitor.power import Draw, PowerMeter, Sample, draw_of, parse
 
 
 @pytest.mark.parametrize(
