@@ -13,6 +13,9 @@ DOCS_VENV ?= .venv-docs
 # Above $(VENV), with the newest transformers
 VENV5  ?= .venv-transformers5
 
+# The newest releases of everything, brought up to date at each use
+NEWEST ?= .venv-newest
+
 BIN   := $(VENV)/bin
 READY := $(VENV)/.fp8booster-ready
 READY5 := $(VENV5)/.fp8booster-ready
@@ -59,12 +62,15 @@ TESTS5 := tests/hf tests/examples/test_trainer.py tests/examples/test_plain.py t
     peaks_are_those_of_a_rank_that_trains) \
   $(addprefix tests/cli/train/test_runs.py::test_, a_run_in_both_precisions_ends_with_a_table_and_keeps_its_files \
     a_resumed_run_equals_the_uninterrupted_one_bit_for_bit)
+# What concerns PyTorch too, for releases of which no version is held
+TESTS_NEWEST := tests/kernels tests/comm tests/optim tests/monitor tests/test_tensor.py tests/nn/test_compile.py \
+  tests/cli/train/test_data.py $(TESTS5)
 CODE  := fp8booster tests $(wildcard benchmarks examples scripts)
 
-.PHONY: help setup train test test-transformers5 test-gpu lint format docs doctor clean
+.PHONY: help setup train test test-transformers5 test-newest test-gpu lint format docs doctor clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 28
 
 $(READY): pyproject.toml constraints.txt scripts/setup.sh
 	PYTHON="$(PYTHON)" VENV="$(VENV)" TORCH="$(TORCH)" bash scripts/setup.sh
@@ -87,6 +93,10 @@ test: $(READY) ## run the test suite on the CPU, then test-transformers5; with A
 
 test-transformers5: $(READY5) ## run the tests that concern transformers with its newest version
 	$(VENV5)/bin/python $(PYTEST) $(or $(ARGS),$(TESTS5))
+
+test-newest: ## run the tests that concern other packages with the newest of each, as once a week
+	PYTHON="$(PYTHON)" VENV="$(NEWEST)" bash scripts/newest.sh
+	$(NEWEST)/bin/python $(PYTEST) $(or $(ARGS),$(TESTS_NEWEST))
 
 test-gpu: $(READY) ## run the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu $(ARGS)
@@ -114,5 +124,5 @@ doctor: $(READY) ## say what this machine can do and what is missing
 	$(BIN)/fp8booster doctor $(ARGS)
 
 clean: ## remove the virtual environments, caches and build output; runs/ stays
-	rm -rf "$(VENV)" "$(VENV5)" "$(DOCS_VENV)" site build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf "$(VENV)" "$(VENV5)" "$(NEWEST)" "$(DOCS_VENV)" site build dist *.egg-info .pytest_cache .ruff_cache
 	find fp8booster tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -350,7 +350,7 @@ def all_to_all_single(
 ) -> Work | None:
     """`torch.distributed.all_to_all_single`: to each rank its part; splits may be uneven and empty.
 
-    Splits count rows. Without them the values are divided evenly, whatever the shape, as torch does.
+    Splits count rows. Without them the values are divided evenly, whatever the shape, as torch did before 2.14.
 
     With splits it goes in FP8 at any size, for payloads may differ: give `min_bytes` where they do not.
     """
@@ -359,10 +359,11 @@ def all_to_all_single(
     # of an empty part nothing arrives
     call = Call("all_to_all_single", input, group, async_op, options, compared, alike=even, on_arrival=even)
     encoding, ranks = call.encoding, call.ranks
+    arriving, flat_input = flat(output, "output"), flat(input, "input")
     if call.uncompressed:
         splits = (output_split_sizes, input_split_sizes)
-        return call.finish(dist.all_to_all_single(output, input, *splits, call.group, async_op), [output])
-    arriving, flat_input = flat(output, "output"), flat(input, "input")
+        received, sent = (arriving, flat_input) if even else (output, input)
+        return call.finish(dist.all_to_all_single(received, sent, *splits, call.group, async_op), [output])
     received_layout = encoding.uneven(_split_counts(output, output_split_sizes, ranks, "output"))
     layout = encoding.uneven(_split_counts(input, input_split_sizes, ranks, "input"))
     if even and arriving.numel() != flat_input.numel():

@@ -83,5 +83,5 @@ def test_all_to_all_single_without_splits_divides_values_whatever_the_shape() ->
         for min_bytes in (0, 2**30):
             ours, torchs = torch.empty_like(values), torch.empty_like(values)
             comm.all_to_all_single(ours, values, min_bytes=min_bytes)
-            dist.all_to_all_single(torchs, values)
+            dist.all_to_all_single(torchs.view(-1), values.view(-1))  # PyTorch 2.14 divides a first dimension alone
             torch.testing.assert_close(ours, torchs, rtol=2**-4, atol=0.05)
