@@ -39,7 +39,7 @@ class HybridAdam(Optimizer):
         bias_correction: correct the moments for their start at 0.
         adamw_mode: decay the weights themselves (AdamW), not by way of the gradient (Adam with L2).
         nvme_offload_fraction, nvme_offload_dir: as in Colossal-AI's, at their defaults: states on a disk are refused.
-        initial_scale: as in Colossal-AI's, without effect: the loss scale is the plugin's.
+        initial_scale, simd_log: as in Colossal-AI's, without effect: the loss scale is the plugin's.
 
     Raises:
         ValueError: a rate, beta, eps or decay outside its range, or states on a disk.
@@ -67,6 +67,7 @@ class HybridAdam(Optimizer):
         amsgrad: bool = False,
         maximize: bool = False,
         initial_scale: float | None = None,
+        simd_log: bool = False,
     ) -> None:
         require_types(HybridAdam.__init__, locals())
         require_rates(float(lr), betas, eps, weight_decay)
@@ -76,10 +77,10 @@ class HybridAdam(Optimizer):
                     f"nvme_offload_{name} is {value!r}, and this optimizer keeps no states on a disk; leave it out, "
                     "and use GeminiPlugin(offload_optim_frac=...) to keep states on the host"
                 )
-        if initial_scale is not None:
-            warnings.warn(
-                "initial_scale has no effect on an optimizer, as in Colossal-AI; give it to the plugin", stacklevel=2
-            )
+        remedies = {"initial_scale": (initial_scale, "give it to the plugin"), "simd_log": (simd_log, "leave it out")}
+        for name, (value, remedy) in remedies.items():
+            if value not in (None, False):
+                warnings.warn(f"{name} has no effect on an optimizer, as in Colossal-AI; {remedy}", stacklevel=2)
         super().__init__(
             model_params,
             {

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fp8booster.optim import HybridAdam
 from tests.colossal.models import tiny_llama, token_batch
 from tests.colossal.symptom import Symptom
 
@@ -80,6 +81,30 @@ def _groups() -> None:
     assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.02, 0.5), (0.0, 0.01)]
 
 
+def _load_steps() -> None:
+    from colossalai.booster import Booster
+    from colossalai.booster.plugin import TorchFSDPPlugin
+
+    def boosted() -> tuple[Booster, Any, Any]:
+        model, booster = tiny_llama(), Booster(plugin=TorchFSDPPlugin())
+        model, optimizer, *_ = booster.boost(model, HybridAdam(model.parameters(), lr=1e-2))
+        return booster, model, optimizer
+
+    booster, model, optimizer = boosted()
+    tokens = token_batch(dist.get_rank())
+    booster.backward(model(input_ids=tokens, labels=tokens).loss, optimizer)
+    optimizer.step()
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    booster.save_optimizer(optimizer, f"{folder[0]}/optimizer.bin")
+    dist.barrier()
+    booster, _, loaded = boosted()
+    booster.load_optimizer(loaded, f"{folder[0]}/optimizer.bin")
+    (was,), (now,) = optimizer.optim.state.values(), loaded.optim.state.values()
+    assert (was["step"], now["step"]) == (1, 1)
+    assert torch.equal(was["exp_avg"], now["exp_avg"])
+
+
 def _split_in_background() -> None:
     from colossalai.checkpoint_io import utils
 
@@ -91,5 +116,6 @@ def _split_in_background() -> None:
 SYMPTOMS = {
     "fsdp_clips_by_the_whole_norm": Symptom(_clip, "a norm of its own"),
     "fsdp_keeps_parameter_groups": Symptom(_groups, "the full learning rate"),
+    "fsdp_loads_counts_of_steps": Symptom(_load_steps, "'int' object has no attribute 'cpu'"),
     "fsdp_shards_are_not_pinned": Symptom(_split_in_background, "pin_memory=True requires"),
 }

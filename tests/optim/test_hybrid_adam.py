@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from typing import Any
 
@@ -124,10 +125,42 @@ def test_arguments_of_colossal_ai_are_taken() -> None:
     HybridAdam(parameters, 1e-3, True, (0.9, 0.999), 1e-8, 0.0, True, 0.0, None)
     with pytest.warns(UserWarning, match="give it to the plugin"):
         HybridAdam(parameters, initial_scale=2**5)
+    with pytest.warns(UserWarning, match="simd_log has no effect .* leave it out"):
+        HybridAdam(parameters, simd_log=True)
     with pytest.raises(ValueError, match=r"nvme_offload_fraction is 0.5, .* leave it out"):
         HybridAdam(parameters, nvme_offload_fraction=0.5, nvme_offload_dir="somewhere")
     with pytest.raises(ValueError, match=r"nvme_offload_dir is 'somewhere', .* leave it out"):
         HybridAdam(parameters, nvme_offload_dir="somewhere")
+
+
+def test_arguments_are_colossal_ai_s_in_its_order_with_its_defaults() -> None:
+    from colossalai.nn.optimizer import HybridAdam as Native
+
+    import fp8booster.colossal  # noqa: F401  (patches colossalai before it is imported)
+
+    theirs, ours = (inspect.signature(kind).parameters for kind in (Native, HybridAdam))
+    named = [each for each in theirs.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    assert len(named) == 9
+    for one, other in zip(named, ours.values(), strict=False):
+        assert (one.name, one.kind, one.default) == (other.name, other.kind, other.default)
+    # what its documentation names besides, and what examples give it, it drops unseen
+    assert set(ours) - {each.name for each in named} == {"amsgrad", "maximize", "simd_log", "initial_scale"}
+    theirs, ours = (inspect.signature(kind.step).parameters for kind in (Native, HybridAdam))
+    assert [(each.name, each.default) for each in theirs.values()] == [
+        (each.name, each.default) for each in ours.values()
+    ]
+    assert Native.num_fp32_shards_per_param == HybridAdam.num_fp32_shards_per_param
+
+
+def test_groups_and_betas_are_given_as_examples_give_them() -> None:
+    first, second = shards(torch.device("cpu"))[:2]
+    groups = [{"params": [first], "weight_decay": 0.1}, {"params": [second], "weight_decay": 0.0}]
+    optimizer = HybridAdam(groups, lr=2.4e-5, betas=[0.9, 0.95], eps=1e-8)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    # a generator is read once
+    optimizer = HybridAdam(model_params=(each for each in (first, second)), lr=3e-4, betas=(0.9, 0.95), adamw_mode=True)
+    train(optimizer, [first, second])
+    assert len(optimizer.state) == 2
 
 
 def test_states_are_what_gemini_saves(device) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from fp8booster.nn.fsdp.flat_weights import NAME
 from fp8booster.nn.fsdp.handle import compress_flat_fsdp
 from fp8booster.nn.linear.conv1d import FP8Conv1D
 from fp8booster.nn.sharding import NOT_FP8
+from fp8booster.optim import HybridAdam
 from tests.colossal.models import tiny_llama
 from tests.colossal.zero.runs import Layers, features, step
 from tests.distributed import ranks
@@ -51,7 +53,7 @@ from tests.plugins.fsdp_runs import (
     wrapped,
 )
 from tests.plugins.test_low_level_zero_census import census, products
-from tests.plugins.training import assert_close, boost, rank_batches, train
+from tests.plugins.training import assert_close, assert_equal, boost, rank_batches, train
 from tests.plugins.training import native as native_zero
 from tests.plugins.training import ours as ours_zero
 
@@ -354,3 +356,68 @@ def test_fsdp_clips_by_the_norm_that_ddp_finds() -> None:
         assert float(run.optimizer.clip_grad_by_norm(1e9)) == pytest.approx(0.1, rel=1e-3)
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
     assert norms[2] == pytest.approx(norms[0], rel=0.02)  # FP8 rounds the gradients
+
+
+def trained_by_groups(
+    plugin: Any, folder: Path
+) -> tuple[list[float], list[tuple[float, ...]], dict[str, torch.Tensor]]:
+    """Losses, learning rates and whole weights of a run by groups and Colossal-AI's schedule, resumed in a folder.
+
+    Norms do not decay, and the head stays.
+    """
+    from colossalai.booster import Booster
+    from colossalai.nn.lr_scheduler import CosineAnnealingWarmupLR
+
+    def boosted() -> tuple[Booster, Any, Any, Any]:
+        model, booster = tiny_llama(), Booster(plugin=plugin)
+        names = {
+            name: "head" if "lm_head" in name else "norm" if "norm" in name else "rest"
+            for name, _ in model.named_parameters()
+        }
+        options = {"head": {"lr": 0.0}, "norm": {"weight_decay": 0.0}, "rest": {}}
+        groups = [
+            {"params": [each for name, each in model.named_parameters() if names[name] == kind], **others}
+            for kind, others in options.items()
+        ]
+        optimizer = HybridAdam(groups, lr=1e-2, weight_decay=0.1, adamw_mode=True)
+        schedule = CosineAnnealingWarmupLR(optimizer, total_steps=6, warmup_steps=2)
+        model, optimizer, _, _, schedule = booster.boost(model, optimizer, lr_scheduler=schedule)
+        return booster, model, optimizer, schedule
+
+    booster, model, optimizer, schedule = boosted()
+    losses, rates = [], []
+    for number, tokens in enumerate(rank_batches(6)):
+        if number == 3 and folder is not None:
+            booster.save_model(model, str(folder / "model"), shard=True)
+            booster.save_optimizer(optimizer, str(folder / "optimizer"), shard=True)
+            booster.save_lr_scheduler(schedule, str(folder / "schedule"))
+            dist.barrier()
+            booster, model, optimizer, schedule = boosted()
+            booster.load_model(model, str(folder / "model"))
+            booster.load_optimizer(optimizer, str(folder / "optimizer"))
+            booster.load_lr_scheduler(schedule, str(folder / "schedule"))
+        rates.append(tuple(group["lr"] for group in optimizer.param_groups))
+        loss = model(input_ids=tokens, labels=tokens).loss
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    with FullyShardedDataParallel.summon_full_params(model.module, writeback=False):
+        weights = {name: each.detach().clone() for name, each in model.unwrap().named_parameters()}
+    return losses, rates, weights
+
+
+@ranks(2)
+def test_fsdp_trains_groups_by_a_schedule_and_resumes(tmp_path: Path) -> None:
+    expected = trained_by_groups(native(auto_wrap_policy=BLOCKS), None)
+    found, resumed = (trained_by_groups(fp8(auto_wrap_policy=BLOCKS), folder) for folder in (None, tmp_path))
+    assert_close(expected[0], found[0], CLOSE)
+    assert expected[0] != found[0]
+    assert expected[1] == found[1]
+    assert len(set(found[1])) > 3
+    start = tiny_llama().state_dict()
+    moved = {name for name, weight in found[2].items() if not torch.equal(weight, start[name])}
+    assert moved == found[2].keys() - {"lm_head.weight"}
+    assert found[:2] == resumed[:2]
+    assert_equal(found[2], resumed[2])

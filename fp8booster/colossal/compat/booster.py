@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullStateDictConfig
+from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, _optim_utils
 from torch.optim import AdamW, Optimizer
 
 from fp8booster.colossal.compat.accelerator import patch_on_cpu
@@ -96,7 +96,9 @@ def no_sync_reaches_ddp_under_mixed_precision(
 @patch_on_cpu(_FSDP, "100,533")
 def fsdp_runs_on_cpu(module: ModuleType, replacements: Replacements) -> None:
     """Without it: AssertionError: Torch not compiled with CUDA enabled (or RuntimeError: no NVIDIA driver); and when it
-    saves RuntimeError: setStorage: ... out of bounds, since FSDP frees what it took for the copy on the GPU.
+    saves RuntimeError: setStorage: ... out of bounds, since FSDP frees what it took for the copy on the GPU. And of
+    optimizers with several groups each moment is saved with the values of the last, since torch gathers all into one
+    buffer, and takes a copy on the host for a copy.
     """
 
     def config(offload_to_cpu: bool, rank0_only: bool) -> FullStateDictConfig:
@@ -107,6 +109,9 @@ def fsdp_runs_on_cpu(module: ModuleType, replacements: Replacements) -> None:
     vars(on_cpu).update(vars(torch), cuda=SimpleNamespace(current_device=lambda: torch.device("cpu")))
     replacements.set(module, "torch", on_cpu)
     replacements.set(module, "FullStateDictConfig", config)
+    # without offloading it clones what it keeps
+    keep = _optim_utils._unflatten_orig_param_states
+    replacements.set(_optim_utils, keep.__name__, lambda *args: keep(*args[:-1], False))
 
 
 def _unknown_defaults(optimizer: Optimizer) -> set[str]:
@@ -163,6 +168,21 @@ def fsdp_keeps_parameter_groups(
     elif groups:
         boosted[1].param_groups[0].update({name: value for name, value in groups[0].items() if name != "params"})
     return boosted
+
+
+@wrap(
+    f"{_FSDP}:TorchFSDPCheckpointIO.load_unsharded_optimizer",
+    "87",
+    "states that are no tensors, as HybridAdam's count of steps, are loaded from one file",
+)
+def fsdp_loads_counts_of_steps(upstream: Callable, *args: Any, **kwargs: Any) -> None:
+    """Without it: AttributeError: 'int' object has no attribute 'cpu'."""
+    # every rank reads the file, so that none needs to be sent what rank 0 has
+    fsdp = FullyShardedDataParallel
+    shards = {"scatter_full_optim_state_dict": fsdp.shard_full_optim_state_dict}
+    own = SimpleNamespace(full_optim_state_dict=fsdp.full_optim_state_dict, **shards)
+    with temporarily(inspect.getmodule(upstream), FSDP=own):
+        upstream(*args, **kwargs)
 
 
 @patch(_FSDP, "414", "gradients are clipped by norm")
