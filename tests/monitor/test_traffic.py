@@ -75,7 +75,8 @@ def test_every_collective_is_counted_where_it_is_called():
     assert inner["isend", "bfloat16"] == (1, 16, 16)
     assert inner["send", "float32"] == (1, 32, 32)  # and not again as the isend it is made of
     assert ("send", "float32") not in {row[:2] for row in second["inner"]}
-    assert inner["all_gather", "uint8"][1] > 0  # the pickled object
+    # the pickled object, as PyTorch gathers it before 2.15 and since
+    assert inner.get(("all_gather", "uint8"), inner.get(("all_gather_single", "uint8")))[1] > 0
     assert inner["reduce_scatter", "float32"] == (1, 16, 8)
     assert inner["all_to_all", "float32"] == (1, 24, 12)
     assert inner["scatter", "float32"] == (1, 40, 20)
