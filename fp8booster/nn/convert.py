@@ -15,6 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 from fp8booster.config import FP8Config, all_but_vocabulary_heads, config_or_default
 from fp8booster.kernels.alignment import aligned, multiple_for
 from fp8booster.nn.adapters import follow_merges
+from fp8booster.nn.experts.batched import BatchedExperts, are_batched, skip_scores_of_zero
 from fp8booster.nn.experts.fp8_experts import FP8Experts, are_experts, why_not
 from fp8booster.nn.experts.mixture import group_mixtures
 from fp8booster.nn.linear.frozen import FrozenLayer
@@ -141,6 +142,7 @@ def convert_to_fp8(
         _warn_of_nothing(sorted(reasons), {LEFT_OUT, WHY_NOT_ROUTERS, *at_the_ends.values()})
     if config.fused:
         group_mixtures(model)
+        skip_scores_of_zero(model)
     follow_merges()
     share_inputs(model)
     return model
@@ -179,12 +181,13 @@ def _convert_experts(model: nn.Module, config: FP8Config, by_role: Mapping[int, 
     """Turn experts that modules hold into FP8 ones; the modules that stay as they are, with the reason."""
     kept = {}
     for name, module in model.named_modules():
-        if not are_experts(module):
+        kind = FP8Experts if are_experts(module) else BatchedExperts if are_batched(module) else None
+        if kind is None:
             continue
         reason = by_role.get(id(module))
         reason = reason or (why_not(module, config) if config.layers(name, module) else LEFT_OUT)
         if reason is None:
-            FP8Experts.convert_in_place(module, config)
+            kind.convert_in_place(module, config)
             continue
         if isinstance(module, FP8Experts):
             module.revert()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
@@ -214,12 +215,13 @@ def test_experts_that_train_in_16_bits_are_exported_so(tmp_path) -> None:
 
 
 @pytest.mark.skipif(MAJOR < 5, reason="gpt-oss is not there before")
-def test_experts_that_are_one_parameter_in_files_too_are_refused(tmp_path) -> None:
+def test_experts_that_are_one_parameter_in_files_too_stay_in_16_bits(tmp_path) -> None:
     from transformers import GptOssConfig, GptOssForCausalLM
 
     config = GptOssConfig(**SIZES, num_key_value_heads=2, head_dim=16, num_local_experts=4)
     model = GptOssForCausalLM(config).bfloat16()
-    with pytest.raises(ValueError, match=r"as one parameter in files too, .*; give an FP8Config whose layers leave"):
-        export(model, tmp_path / "fp8")
-    left_out = FP8Config(layers=lambda name, module: isinstance(module, nn.Linear) and "lm_head" not in name)
-    assert "model.layers.0.mlp.experts" in export(model, tmp_path / "fp8", config=left_out).kept
+    exported = export(model, tmp_path / "fp8", engine_ranks=None)
+    assert "model.layers.0.mlp.experts" in exported.kept
+    with safe_open(next((tmp_path / "fp8").glob("*.safetensors")), "pt") as file:
+        stored = file.get_tensor("model.layers.0.mlp.experts.down_proj")
+    assert torch.equal(stored, model.model.layers[0].mlp.experts.down_proj)

@@ -59,7 +59,8 @@ def why_not(module: nn.Module, config: FP8Config) -> str | None:
     """Return why experts that a module holds cannot compute in FP8, or None where they can."""
     if "forward" in vars(module):
         return "a forward of its own, which must run"
-    if _has_rewritten_forward(getattr(type(module), "original", type(module))):
+    original = getattr(type(module), "original", type(module))
+    if hasattr(original, "_apply_gate") and _has_rewritten_forward(original):
         return "a forward of its class's own, which must run"
     shapes = [module._parameters[name].shape for name in _names(module)]  # type: ignore[union-attr]
     sizes = [size for _, *features in shapes for size in features]
@@ -105,7 +106,7 @@ class FP8Experts(nn.Module):
     def convert_in_place(cls, module: nn.Module, config: FP8Config) -> None:
         """Turn a module for which `are_experts`, and `why_not` gives no reason, into this class in place."""
         if not isinstance(module, FP8Experts):
-            change_class(module, mixed_class(FP8Experts, type(module)))
+            change_class(module, mixed_class(cls, type(module)))
         cast(FP8Experts, module)._start_fp8(config)
 
     def revert(self) -> None:
@@ -172,12 +173,25 @@ class FP8Experts(nn.Module):
 
     def _mixture(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
         """The same in FP8, or None where it is to be computed in high precision."""
-        reason = self._why_not_called_so(args, kwargs) or self._why_not_now(*args)
+        reason = self._why_not_called_so(args, kwargs)
         if reason is not None:
             self._fp8_reasons[reason] = None
             return None
+        return self._in_grouped_products(*args) if self.runs_on(args[0], self._rows_of(args)) else None
+
+    def runs_on(self, tokens: torch.Tensor, rows: int) -> bool:
+        """Tell whether so many rows in all, made of tokens, are computed in FP8; the report says why not."""
+        reason = self._why_not_now(tokens, rows)
+        if reason is not None:
+            self._fp8_reasons[reason] = None
+            return False
+        require_fp8(tokens.device, self.fp8_config.emulate)
         self._fp8_ran = True
-        return self._in_grouped_products(*args)
+        return True
+
+    def _rows_of(self, args: tuple) -> int:
+        """Return how many rows a call has."""
+        return args[1].numel()
 
     def _why_not_called_so(self, args: tuple, kwargs: dict[str, Any]) -> str | None:
         tokens, *choice = args if len(args) == 3 and not kwargs else (None,)
@@ -187,7 +201,7 @@ class FP8Experts(nn.Module):
             return "a weight for each expert, not for those of a token alone"
         return None
 
-    def _why_not_now(self, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> str | None:
+    def _why_not_now(self, tokens: torch.Tensor, rows: int) -> str | None:
         """Return why not on these tokens."""
         up, down = (getattr(self, name) for name in self.fp8_weights)
         if vars(self).get("_is_expert_parallel"):
@@ -198,24 +212,43 @@ class FP8Experts(nn.Module):
         inputs, outputs = sizes if self.is_transposed else reversed(sizes)
         # in evaluation few tokens need few of the experts, and a cast is of all
         count, always = (experts if self.training else 0), self.fp8_weights[_DOWN].always
-        if pays(self.fp8_config, count, chosen.numel(), (inputs, outputs), up.device, always=always):
+        if pays(self.fp8_config, count, rows, (inputs, outputs), up.device, always=always):
             return None
         return "too few tokens"
 
-    def _in_grouped_products(self, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        config = self.fp8_config
-        require_fp8(tokens.device, config.emulate)
-        up, down = self.fp8_weights
-        experts = len(getattr(self, up))
+    def _in_grouped_products(self, *args: torch.Tensor) -> torch.Tensor:
+        tokens, chosen, weights = args
+        experts = len(getattr(self, _DOWN))
         routes = routing.Routes.of(chosen, experts)
         rows = routing.spread(tokens.to(torch.bfloat16), routes)
-        layout = RowLayout.of(routing.count_rows(chosen, experts).view(1, -1), chosen.numel())
-        biased = _where_biased(chosen, routes, layout, experts) if self.has_bias else None
-        rows = run_stacks(rows, layout, self._stack(up, biased), self._activated, self._stack(down, biased))
+        counts = routing.count_rows(chosen, experts).view(1, -1)
+        owners = None
+        if self.has_bias:
+            owners = chosen.new_empty(chosen.numel()).scatter_(0, routes.places.view(-1), chosen.reshape(-1))
+        rows = self.on_rows(rows, counts, owners)
         if vars(self).get("has_post_expert_norm"):
             norm: Any = self.post_expert_norm
             rows = norm(rows).to(rows.dtype)
         return routing.weighted_sum(rows, weights, routes).to(tokens.dtype)
+
+    def on_rows(self, rows: torch.Tensor, counts: torch.Tensor, owners: torch.Tensor | None = None) -> torch.Tensor:
+        """Return what experts make of rows, where `runs_on` is true.
+
+        Args:
+            rows: [T, H], sorted by expert.
+            counts: int64 [1, G], how many each expert gets.
+            owners: int64 [T], the expert of each row, for experts with biases.
+
+        Returns:
+            [T, H] BF16.
+        """
+        up, down = self.fp8_weights
+        layout = RowLayout.of(counts, len(rows))
+        biased = None
+        if self.has_bias and owners is not None:
+            biased = _where_biased(owners, layout, counts.shape[1])
+        up_stack, down_stack = self._stack(up, biased), self._stack(down, biased)
+        return run_stacks(rows.to(torch.bfloat16), layout, up_stack, self._activated, down_stack)
 
     def _activated(self, x: torch.Tensor) -> torch.Tensor:
         kind = self._fused_kind
@@ -325,11 +358,10 @@ class ExpertWeight:
         return ExpertWeight, (self._experts, self._name)
 
 
-def _where_biased(chosen: torch.Tensor, routes: routing.Routes, layout: RowLayout, experts: int) -> torch.Tensor:
+def _where_biased(owners: torch.Tensor, layout: RowLayout, experts: int) -> torch.Tensor:
     """One where a row is an expert's, else zero: [M, G] BF16, times which biases are added.
 
     So the rows that pad stay zeros, and a bias's gradient is summed in one order.
     """
-    ones = torch.zeros(layout.groups.rows, experts, dtype=torch.bfloat16, device=chosen.device)
-    rows = layout.places[routes.places.view(-1)]
-    return ones.index_put_((rows, chosen.reshape(-1)), ones.new_ones(()))
+    ones = torch.zeros(layout.groups.rows, experts, dtype=torch.bfloat16, device=owners.device)
+    return ones.index_put_((layout.places, owners), ones.new_ones(()))

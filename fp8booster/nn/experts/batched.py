@@ -1,0 +1,172 @@
+"""LLaMA 4's mixtures, whose experts get tokens times their scores, in grouped FP8 products.
+
+    scores = sigmoid of the k largest of router(token), and 0 for other experts
+    y = shared_expert(token) + sum over all experts of expert(score * token)
+
+transformers multiplies all tokens for every expert, those with a score of 0 too, of which an expert without biases
+makes zeros. Here a token goes to its own k experts alone: for one of 16, a sixteenth of the products. What the classes
+compute is tried out (`nn.fused.trials`), the experts and the block around them each by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fp8booster.nn.experts.fp8_experts import FP8Experts
+from fp8booster.nn.experts.routing import Routes, count_rows, spread, weighted_sum
+from fp8booster.nn.fused.activations import fused_kind
+from fp8booster.nn.fused.trials import computes, numbers, on_numbers
+from fp8booster.nn.modules import cached_by_class, change_class, mixed_class
+
+
+class BatchedExperts(FP8Experts):
+    """A mixin before the class of experts that are given as many rows each: [G R, H], sorted by expert."""
+
+    is_transposed: ClassVar[bool] = True  # type: ignore[misc]
+    has_bias: ClassVar[bool] = False  # type: ignore[misc]
+    gate_up_proj: Tensor
+    act_fn: Callable[[Tensor], Tensor]
+
+    def _why_not_called_so(self, args: tuple, kwargs: dict[str, Any]) -> str | None:
+        rows = args[0] if len(args) == 1 and not kwargs else None
+        if torch.is_tensor(rows) and rows.dim() == 2 and len(rows) % len(self.gate_up_proj) == 0:
+            return None
+        return "called otherwise than with rows for each expert"
+
+    def _rows_of(self, args: tuple) -> int:
+        return len(args[0])
+
+    def _in_grouped_products(self, *args: Tensor) -> Tensor:
+        (rows,) = args
+        experts = len(self.gate_up_proj)
+        counts = torch.full((1, experts), len(rows) // experts, dtype=torch.int64, device=rows.device)
+        return self.on_rows(rows, counts).to(rows.dtype)
+
+    @property
+    def _fused_kind(self) -> str | None:
+        return fused_kind(self.act_fn) if self.fp8_config.fused else None
+
+    @property
+    def _own_activation(self) -> Any:
+        return self._gate
+
+    def _gate(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return up * self.act_fn(gate)
+
+
+class ScaledMixture(nn.Module):
+    """Mixin of the block around such experts."""
+
+    tried: ClassVar[tuple[type[Any], Callable]]  # the class that the block was, and what it computed then
+    returns_scores: ClassVar[bool]
+    router: Callable[[Tensor], Any]
+    shared_expert: Callable[[Tensor], Tensor]
+    top_k: int
+
+    @classmethod
+    def members_before(cls, original: type[nn.Module]) -> dict[str, Any]:
+        """As `mixed_class` asks."""
+        return {"tried": (original, original.forward), "returns_scores": _form(original, original.forward)}
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return [B S, H] of [B, S, H]; and the router's logits, [B S, experts], or its scores, [experts, B S]."""
+        original, forward = self.tried
+        experts: Any = self.experts
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        if (
+            original.forward is not forward
+            or torch.compiler.is_compiling()
+            or not isinstance(experts, BatchedExperts)
+            or not experts.runs_on(tokens, len(tokens) * self.top_k)
+        ):
+            return super().forward(hidden_states)
+        found = self.router(tokens)
+        if isinstance(found, tuple):
+            scores, logits = found
+            factors, chosen = scores.topk(self.top_k)
+            told = logits
+        else:
+            likeliest, chosen = found.topk(self.top_k)
+            factors = likeliest.float().sigmoid().to(tokens.dtype)
+            told = torch.zeros_like(found).scatter(1, chosen, factors).t()
+        routes = Routes.of(chosen, len(experts.gate_up_proj))
+        of_rows = torch.zeros_like(factors).flatten().scatter(0, routes.places.flatten(), factors.flatten())
+        rows = spread(tokens, routes) * of_rows.unsqueeze(1)
+        made = experts.on_rows(rows, count_rows(chosen, len(experts.gate_up_proj)).view(1, -1))
+        mixed = weighted_sum(made, torch.ones_like(factors), routes).to(tokens.dtype)
+        return self.shared_expert(tokens) + mixed, told
+
+
+_EXPERTS, _CHOSEN, _FEATURES = 3, 2, 8
+_STAND_INS: tuple[Callable[[Tensor], Tensor], ...] = (torch.nn.functional.silu, lambda x: 0.5 - x.abs())
+
+
+@cached_by_class
+@on_numbers
+def _is_batched(cls: type[nn.Module], forward: Callable) -> bool:
+    """Tell whether a class's forward gives `down(up * act(gate))` of each expert's rows, gate first."""
+    gate_up, down = numbers(_EXPERTS, _FEATURES, 12), numbers(_EXPERTS, 6, _FEATURES)
+    for activation in _STAND_INS:
+        for size in (1.0, 0.0, 1e3):
+            x = size * numbers(_EXPERTS * 5, _FEATURES)
+            gate, up = (x.view(_EXPERTS, 5, _FEATURES) @ gate_up).chunk(2, -1)
+            right = ((up * activation(gate)) @ down).view(-1, _FEATURES)
+            held = {"gate_up_proj": gate_up, "down_proj": down, "act_fn": activation}
+            held |= {"num_experts": _EXPERTS, "hidden_size": _FEATURES, "expert_dim": 6}
+            if not computes(cls, forward, held, right, x):
+                return False
+    return True
+
+
+def are_batched(module: nn.Module) -> bool:
+    """Tell whether a module holds experts as LLaMA 4 does."""
+    held = (module._parameters.get(name) for name in ("gate_up_proj", "down_proj"))
+    if any(each is None or each.dim() != 3 for each in held) or "forward" in vars(module):
+        return False
+    original: type[Any] = getattr(type(module), "original", type(module))
+    return _is_batched(original, original.forward)
+
+
+@cached_by_class
+@on_numbers
+def _form(cls: type[nn.Module], forward: Callable) -> bool | None:
+    """Tell whether a class of blocks returns scores in place of logits; None: it computes something else."""
+    weight, x = numbers(_EXPERTS, _FEATURES), numbers(3, 7, _FEATURES)
+    tokens = x.flatten(0, 1)
+    logits = tokens @ weight.t()
+    likeliest, chosen = logits.topk(_CHOSEN)
+    scores = torch.zeros_like(logits).scatter(1, chosen, likeliest.sigmoid())
+    factors = torch.arange(1.0, _EXPERTS + 1)
+
+    def experts(rows: Tensor) -> Tensor:
+        each = rows.view(_EXPERTS, -1, _FEATURES)
+        return (factors.view(-1, 1, 1) * each * each.abs()).view(-1, _FEATURES)
+
+    scaled = tokens * scores.t().unsqueeze(2)  # [experts, tokens, features]
+    right = 7 * tokens + (factors.view(-1, 1, 1) * scaled * scaled.abs()).sum(0)
+    held = {"experts": experts, "num_experts": _EXPERTS, "top_k": _CHOSEN, "hidden_dim": _FEATURES}
+    held["shared_expert"] = lambda x: 7 * x
+    routers = {True: lambda x: x @ weight.t(), False: lambda x: (scores, x @ weight.t())}
+    for returns_scores, router in routers.items():
+        outputs = (right, scores.t() if returns_scores else logits)
+        if all(
+            computes(cls, lambda self, x, n=n: forward(self, x)[n], {**held, "router": router}, each, x)
+            for n, each in enumerate(outputs)
+        ):
+            return returns_scores
+    return None
+
+
+def skip_scores_of_zero(model: nn.Module) -> None:
+    """Let blocks around batched FP8 experts send a token to its own experts alone, in place."""
+    for block in list(model.modules()):
+        if not isinstance(block._modules.get("experts"), BatchedExperts) or isinstance(block, ScaledMixture):
+            continue
+        cls: type[Any] = type(block)
+        if "forward" not in vars(block) and _form(cls, cls.forward) is not None:
+            change_class(block, mixed_class(ScaledMixture, cls))
