@@ -26,7 +26,6 @@ from fp8booster.nn.fsdp.units import fsdp_units, gather_in_fp8, params_of, why_n
 from fp8booster.nn.fuse import fuse
 from fp8booster.nn.fused import fuse_model
 from fp8booster.nn.fused.decoder import FusedDecoderLayer
-from fp8booster.nn.graphs import leave_eager
 from fp8booster.nn.linear.frozen import FrozenLayer
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import repeated_layers, require_module, vocabulary_heads
@@ -73,12 +72,13 @@ def fully_shard(
         TypeError: the model is no module, or the configuration no FP8Config.
     """
     config = _prepared(model, config, "fully_shard")
-    moved = "FSDP2 gathers weights elsewhere at each step"
     if config.cuda_graphs:
-        raise ValueError(f"{moved}, where no CUDA graph finds them; leave cuda_graphs out of the FP8Config")
+        raise ValueError(
+            "FSDP2 gathers weights elsewhere at each step, where no CUDA graph finds them; leave cuda_graphs out of "
+            "the FP8Config"
+        )
     if config.fused:
         fuse_model(model)
-    leave_eager(model, moved)
     frozen = [module for module in model.modules() if isinstance(module, FrozenLayer)]
     options: dict[str, Any] = {
         "mesh": mesh,

@@ -198,6 +198,8 @@ class LayerGraphs:
                 return "the host must know how many tokens an expert gets"
             if vars(module).get("use_zbv"):  # Python takes it from backward, and a replay runs none
                 return "a pipeline without bubbles computes gradients of weights later"
+            if isinstance(module, FP8Layer) and module.fp8_weight.is_transient:  # FSDP2 shards after `fuse`
+                return "its weights are whole only while it runs"
             if isinstance(module, FP8Layer) and not module.fp8_config.scaling.is_captured:
                 return f"{module.fp8_config.scaling.name} scales, of which a graph cannot tell when a step begins"
             if module is not layer and is_looked_at(module):  # the layer's own hooks run around its forward
@@ -533,13 +535,6 @@ def capture_as_configured(model: nn.Module, config: FP8Config) -> None:
     # left open, graphs are a matter of speed: a strategy that cannot be captured is no mistake of the user's
     if graphs or (graphs is None and torch.cuda.is_available() and config.scaling.is_captured):
         capture_layers(model, only_where_host_limits=graphs is None)
-
-
-def leave_eager(model: nn.Module, reason: str) -> None:
-    """Let captured layers of a model run eagerly from here on; the report gives the reason."""
-    for module in model.modules():
-        if isinstance(module, CapturedLayer):
-            module.fp8_graphs._shared.failure = reason
 
 
 def look_inside(model: nn.Module, when: Callable[[], bool]) -> Callable[[], None]:

@@ -14,6 +14,7 @@ from torch import nn
 from fp8booster import FP8Config, convert_to_fp8, fuse, report
 from fp8booster.config import GRADIENT_ACCUMULATIONS, Activations
 from fp8booster.kernels.device import current_stream
+from fp8booster.nn.fsdp.handle import follow_resharding
 from fp8booster.nn.graphs import capture_layers, captured_layers, free_graphs, recorder
 from fp8booster.nn.graphs import layer as layer_module
 from fp8booster.nn.graphs.layer import MOST_KINDS, TOO_EARLY, WARM_UP, LayerGraphs, _Shared
@@ -392,6 +393,10 @@ def test_what_is_not_captured_is_named(device: torch.device) -> None:
     assert reasons(model, device) == ["hooks of a module inside must run", "None"]
     assert len(seen) == WARM_UP + 1
     handle.remove()
+    assert reasons(model, device) == ["None"]
+    follow_resharding(model)  # as FSDP2 asks for, which may shard the model later
+    assert reasons(model, device) == ["its weights are whole only while it runs"]
+    convert_to_fp8(model, FP8Config(always=True, cuda_graphs=False))
     assert reasons(model, device) == ["None"]
     model.gradient_checkpointing_enable({"use_reentrant": True})
     model.enable_input_require_grads()
