@@ -28,7 +28,8 @@ TESTS5 := tests/hf tests/examples/test_trainer.py tests/examples/test_plain.py t
     recompute.py transformers.py) \
   tests/colossal/test_missing_imports.py tests/colossal/tensor/test_body.py \
   tests/plugins/test_low_level_zero_fused.py tests/plugins/test_sharding.py \
-  tests/nn/experts/test_fp8_experts.py tests/nn/experts/test_batched.py tests/plugins/test_fp8_experts.py tests/cli/train/test_model_folder.py \
+  $(addprefix tests/nn/experts/test_,fp8_experts.py batched.py) tests/plugins/test_fp8_experts.py \
+  tests/cli/train/test_model_folder.py \
   tests/training/test_arithmetic.py \
   $(addprefix tests/plugins/test_low_level_zero_checkpoints.py::test_, \
     checkpoints_cross keys_are_those_of_the_native_plugin transformers_loads_a_checkpoint_of_an_fp8_run) \
