@@ -140,8 +140,8 @@ def convert_to_fp8(
     if not any(isinstance(module, (FP8Layer, FP8Experts)) for module in model.modules()):
         reasons = {kept_reason(module) for _, module in linears} | set(experts.values())
         _warn_of_nothing(sorted(reasons), {LEFT_OUT, WHY_NOT_ROUTERS, *at_the_ends.values()})
+    group_mixtures(model, config.fused)
     if config.fused:
-        group_mixtures(model)
         skip_scores_of_zero(model)
     follow_merges()
     share_inputs(model)

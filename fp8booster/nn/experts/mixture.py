@@ -12,10 +12,11 @@ is a method of its own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from itertools import product
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -47,11 +48,18 @@ class Mixture(nn.Module):
         Returns:
             [T, H] of the tokens' dtype.
         """
-        grouped = self.fp8_grouped_experts
+        grouped = self._experts_now()
         routes = Routes.of(chosen, len(grouped.experts))
         counts = HostCopy(count_rows(chosen, len(grouped.experts)).view(1, -1))
         made = run_experts(spread(tokens, routes), counts, grouped.experts, grouped=grouped)
         return weighted_sum(made, weights, routes).to(tokens.dtype)
+
+    def _experts_now(self) -> GroupedExperts:
+        """Return the experts that the block holds, of which some may have been replaced or wrapped since."""
+        held: Any = self._modules["experts"]
+        if tuple(held._modules.values()) != self.fp8_grouped_experts.experts:
+            self.fp8_grouped_experts = GroupedExperts(list(held))
+        return self.fp8_grouped_experts
 
 
 class SoftmaxMixture(Mixture):
@@ -70,12 +78,14 @@ class SoftmaxMixture(Mixture):
         """As `mixed_class` asks."""
         return {"tried": (original, original.forward), "routing": _routing(original, original.forward)}
 
-    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return [B, S, H] of [B, S, H], and the router's logits, [B S, experts]."""
         original, forward = self.tried
         noisy = self.training and getattr(self, "jitter_noise", 0) > 0  # the block's own code draws it
-        if noisy or original.forward is not forward or torch.compiler.is_compiling():
-            return super().forward(hidden_states)
+        tried_so = (len(args) == 1 and not kwargs) or (not args and kwargs.keys() == {"hidden_states"})
+        if noisy or not tried_so or original.forward is not forward or torch.compiler.is_compiling():
+            return super().forward(*args, **kwargs)
+        hidden_states = args[0] if args else kwargs["hidden_states"]
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         logits = self.gate(tokens)
         weights, chosen = F.softmax(logits, dim=1, dtype=torch.float).topk(self.top_k, dim=-1)
@@ -95,12 +105,13 @@ class ChosenMixture(Mixture):
         """As `mixed_class` asks."""
         return {"tried": (original, original.moe)}
 
-    def moe(self, hidden_states: Tensor, topk_indices: Tensor, topk_weights: Tensor) -> Tensor:
+    def moe(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return [T, H] of tokens [T, H] with their experts and these' weights, [T, k]."""
         original, moe = self.tried
-        if original.moe is not moe or torch.compiler.is_compiling():
-            return original.moe(self, hidden_states, topk_indices, topk_weights)
-        return self.mix(hidden_states, topk_indices, topk_weights)
+        tried_so = len(args) == 3 and not kwargs
+        if not tried_so or original.moe is not moe or torch.compiler.is_compiling():
+            return original.moe(self, *args, **kwargs)
+        return self.mix(*args)
 
 
 class Routing(NamedTuple):
@@ -113,7 +124,12 @@ class Routing(NamedTuple):
     """It adds what a shared expert makes of all tokens."""
 
 
-_EXPERTS, _CHOSEN, _FEATURES = 5, 2, 8
+_EXPERTS, _FEATURES = 5, 8
+
+_TRIALS = tuple(product((1, 2, _EXPERTS), (1.0, 1e-3, 300.0)))
+"""How many experts a token has, all of them where each expert gets all tokens; how large numbers are."""
+
+_TOKENS = (2, 35)
 
 
 def _stand_ins() -> list[Callable[[Tensor], Tensor]]:
@@ -126,29 +142,32 @@ def _stand_ins() -> list[Callable[[Tensor], Tensor]]:
 def _routing(cls: type[nn.Module], forward: Callable) -> Routing | None:
     """Return how a class's blocks weigh their experts; None: they compute something else."""
     for routing in map(Routing._make, product((True, False), (False, True))):
-        if all(_routes_so(cls, forward, routing, divides) for divides in (True, False)):
+        if all(_routes_so(cls, forward, routing, *each) for each in product((True, False), (True, False), _TRIALS)):
             return routing
     return None
 
 
-def _routes_so(cls: type[nn.Module], forward: Callable, routing: Routing, divides: bool) -> bool:
+def _routes_so(
+    cls: type[nn.Module], forward: Callable, routing: Routing, divides: bool, training: bool, trial: tuple[int, float]
+) -> bool:
+    top_k, size = trial
     weight, of_shared = numbers(_EXPERTS, _FEATURES), numbers(1, _FEATURES)
     experts = _stand_ins()
     held: dict[str, Any] = {
         "gate": lambda x: x @ weight.t(),
         "experts": experts,
         "num_experts": _EXPERTS,
-        "top_k": _CHOSEN,
+        "top_k": top_k,
         "norm_topk_prob": divides,
         "jitter_noise": 0.0,
-        "training": True,
+        "training": training,
     }
     if routing.shares:
         held |= {"shared_expert": lambda x: 7 * x, "shared_expert_gate": lambda x: x @ of_shared.t()}
-    x = numbers(3, 7, _FEATURES)
+    x = size * numbers(*_TOKENS, _FEATURES)
     tokens = x.flatten(0, 1)
     logits = tokens @ weight.t()
-    weights, chosen = logits.softmax(1).topk(_CHOSEN)
+    weights, chosen = logits.softmax(1).topk(top_k)
     if routing.always_divides or divides:
         weights = weights / weights.sum(-1, keepdim=True)
     right = _mixed(experts, tokens, chosen, weights)
@@ -177,10 +196,14 @@ def _mixes_chosen(cls: type[nn.Module], moe: Callable | None) -> bool:
     """Tell whether a class's `moe` gives the weighted sum of the experts that it is told."""
     if not callable(moe):
         return False
-    experts, tokens = _stand_ins(), numbers(21, _FEATURES)
-    weights, chosen = numbers(21, _EXPERTS).topk(_CHOSEN)
-    right = _mixed(experts, tokens, chosen, weights)
-    return computes(cls, moe, {"experts": experts}, right, tokens, chosen, weights)
+    experts, count = _stand_ins(), math.prod(_TOKENS)
+    for top_k, size in _TRIALS:
+        tokens = size * numbers(count, _FEATURES)
+        weights, chosen = numbers(count, _EXPERTS).topk(top_k)
+        right = _mixed(experts, tokens, chosen, weights)
+        if not computes(cls, moe, {"experts": experts}, right, tokens, chosen, weights):
+            return False
+    return True
 
 
 def _mixin_of(block: nn.Module) -> type[Mixture] | None:
@@ -193,19 +216,29 @@ def _mixin_of(block: nn.Module) -> type[Mixture] | None:
     return None
 
 
-def group_mixtures(model: nn.Module) -> None:
+def group_mixtures(model: nn.Module, grouped: bool = True) -> None:
     """Let blocks whose experts are modules with FP8 layers compute them in grouped products, in place.
+
+    Blocks that an earlier call changed, and whose experts are no longer so, are what they were.
 
     Args:
         model: converted before; blocks that compute something else than these mixins stay as they are.
+        grouped: whether any block is to compute so.
     """
     for block in list(model.modules()):
         experts = block._modules.get("experts")
-        if isinstance(block, Mixture) or not isinstance(experts, nn.ModuleList) or len(experts) < 2:
+        wanted = grouped and isinstance(experts, nn.ModuleList) and _are_in_fp8(experts)
+        if isinstance(block, Mixture):
+            if not wanted:
+                del block.fp8_grouped_experts
+                change_class(block, block.tried[0])
             continue
-        if not all(any(isinstance(layer, FP8Layer) for layer in expert.modules()) for expert in experts):
-            continue
-        mixin = _mixin_of(block)
+        mixin = _mixin_of(block) if wanted else None
         if mixin is not None:
             change_class(block, mixed_class(mixin, type(block)))
-            vars(block)["fp8_grouped_experts"] = GroupedExperts(list(experts))
+            vars(block)["fp8_grouped_experts"] = GroupedExperts(list(cast(nn.ModuleList, experts)))
+
+
+def _are_in_fp8(experts: nn.ModuleList) -> bool:
+    """Tell whether there are several, each with an FP8 layer."""
+    return len(experts) > 1 and all(any(isinstance(layer, FP8Layer) for layer in each.modules()) for each in experts)

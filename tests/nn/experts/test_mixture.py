@@ -118,6 +118,73 @@ def test_a_block_that_computes_something_else_stays_as_it_is() -> None:
     assert not isinstance(convert_to_fp8(own), Mixture)
 
 
+class LimitedTokens(DeepseekV3MoE):
+    def moe(self, hidden_states: torch.Tensor, topk_indices: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+        return super().moe(hidden_states, topk_indices, topk_weights).clamp(-100, 100)
+
+
+class LimitedLogits(Qwen3MoeSparseMoeBlock):
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y, logits = super().forward(hidden_states)
+        return y.clamp(-100, 100), logits
+
+
+class LessInEvaluation(Qwen3MoeSparseMoeBlock):
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y, logits = super().forward(hidden_states)
+        return (y if self.training else y / 2), logits
+
+
+class OneIsNotDivided(Qwen3MoeSparseMoeBlock):
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y, logits = super().forward(hidden_states)
+        return (y / 2 if self.top_k == 1 else y), logits
+
+
+@pytest.mark.parametrize("cls", [LimitedTokens, LimitedLogits, LessInEvaluation, OneIsNotDivided])
+def test_a_block_that_computes_something_else_of_some_numbers_stays_as_it_is(cls: type[nn.Module]) -> None:
+    own = BLOCKS["DeepSeek-V3" if cls is LimitedTokens else "Qwen3"]().bfloat16()
+    own.__class__ = cls
+    assert type(convert_to_fp8(own)) is cls
+
+
+class Scaled(Qwen3MoeSparseMoeBlock):
+    def forward(self, x: torch.Tensor, factor: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+        y, logits = super().forward(x)
+        return factor * y, logits
+
+
+def test_further_arguments_are_those_of_the_block_itself() -> None:
+    own = BLOCKS["Qwen3"]().bfloat16()
+    own.__class__ = Scaled
+    fp8, x = convert_to_fp8(own, FP8Config(always=True)), torch.randn(1, 40, 64).bfloat16()
+    assert isinstance(fp8, Mixture)
+    y, _ = fp8(x)
+    for twice, _ in (fp8(x, 2.0), fp8(x=x, factor=2.0)):
+        assert (twice - 2 * y).norm() <= 0.1 * (2 * y).norm()
+
+
+def test_experts_that_are_replaced_compute() -> None:
+    fp8 = block("Qwen3", FP8Config(always=True))
+    results(fp8)
+    fp8.experts[2] = copy.deepcopy(fp8.experts[3])
+    nn.init.normal_(fp8.experts[2].down_proj.weight)
+    exact, expected = results(fp8), results(copy.deepcopy(fp8))
+    assert exact.keys() == expected.keys()
+    assert all(torch.equal(value, expected[each]) for each, value in exact.items())
+
+
+@pytest.mark.parametrize("other", [{"fused": False}, {"layers": lambda name, _: "experts" not in name}])
+def test_another_configuration_leaves_nothing_of_the_one_before(other: dict[str, Any]) -> None:
+    model = nn.Sequential(nn.Linear(64, 64).bfloat16(), block("Qwen3", FP8Config(always=True)))
+    convert_to_fp8(model, FP8Config(always=True, **other))
+    assert type(model[1]) is Qwen3MoeSparseMoeBlock
+    assert not report(model).grouped
+    convert_to_fp8(model, FP8Config(always=True))
+    assert isinstance(model[1], Mixture)
+    assert results(model[1])["y"].any()
+
+
 @pytest.mark.parametrize(("name", "method"), [("Qwen3", "forward"), ("DeepSeek-V3", "moe")])
 def test_a_forward_that_its_class_gets_later_runs(name: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fp8 = block(name, FP8Config(always=True))
