@@ -232,20 +232,25 @@ def test_copies_serve_calls_that_ask_for_no_more_and_for_the_same() -> None:
     assert asked(casts=casts.evaluation) is not evaluated
 
 
-def record(work: Callable[[], QuantizedMatrix], *, passing: bool = False) -> tuple[Callable[[], None], QuantizedMatrix]:
-    """What does a cast again, into the same memory."""
-    made = work()
+class Record:
+    """Does a cast again, into the same memory."""
 
-    def again() -> None:
-        for place, values in zip(made[:3], work()[:3], strict=True):
-            place.copy_(values)
+    def __call__(self, work: Callable[[], QuantizedMatrix]) -> tuple[Callable[[], None], QuantizedMatrix]:
+        made = work()
 
-    return again, made
+        def again() -> None:
+            for place, values in zip(made[:3], work()[:3], strict=True):
+                place.copy_(values)
+
+        return again, made
+
+    def place_like(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
+        return torch.zeros_like(tensor)
 
 
 def test_a_pinned_copy_is_cast_again_into_its_memory_when_its_weight_has_changed() -> None:
     weights, casts, source = [nn.Parameter(torch.randn(32, 48)) for _ in range(2)], Counting(), CachedWeight()
-    pinned = source.pin(weights, casts, transpose=True, record=record)
+    pinned = source.pin(weights, casts, transpose=True, record=Record())
     assert pinned.refresh()
     held, casts.count, version = source.held, 0, pinned.version()
     assert source.forward(weights, casts, transpose=True) is held
@@ -266,7 +271,7 @@ def test_graphs_of_one_weight_read_one_copy_as_long_as_it_is_the_same() -> None:
     weights, source = [nn.Parameter(torch.randn(32, 48)) for _ in range(2)], CachedWeight()
 
     def pin(of: list[nn.Parameter] = weights, config: FP8Config = CONFIG, transpose: bool = True) -> object:
-        return source.pin(of, Casts(config), transpose=transpose, record=record)
+        return source.pin(of, Casts(config), transpose=transpose, record=Record())
 
     for other in (
         lambda: pin(transpose=False),
