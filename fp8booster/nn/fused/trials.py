@@ -25,16 +25,16 @@ from fp8booster.nn.modules import cached_by_class, change_class, mixed_class
 
 Trial = TypeVar("Trial", bound=Callable[..., Any])
 
-FAILS = (AttributeError, TypeError, ValueError, KeyError, IndexError, RuntimeError, NotImplementedError)
-"""What the forward of a class that does something else may raise on a trial's numbers."""
-
 
 def on_numbers(trial: Trial) -> Trial:
-    """Let a trial compute also where a caller's tensors have shapes alone, as those of a plan have."""
+    """Let a trial compute also where a caller's tensors have shapes alone, as those of a plan have.
+
+    A forward may draw random numbers: those that a caller draws afterwards stay as they are.
+    """
 
     @functools.wraps(trial)
     def with_numbers(*args: Any) -> Any:
-        with _disable_current_modes():
+        with _disable_current_modes(), torch.random.fork_rng(devices=[]):
             return trial(*args)
 
     return cast(Trial, with_numbers)
@@ -52,7 +52,7 @@ def tried(compute: Callable[..., Any], *args: Any) -> Any:
         # autocast would round what a trial compares to four digits
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             return compute(*args)
-    except FAILS:
+    except Exception:  # whatever the forward of a class that does something else raises on a trial's numbers
         return None
 
 

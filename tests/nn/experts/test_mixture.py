@@ -148,6 +148,30 @@ def test_a_block_that_computes_something_else_of_some_numbers_stays_as_it_is(cls
     assert type(convert_to_fp8(own)) is cls
 
 
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(expert(x + torch.randn_like(x)) for expert in self.experts)
+
+
+class Demanding(Noisy):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.dtype == torch.bfloat16
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("cls", [Noisy, Demanding])
+def test_trials_of_any_block_with_experts_leave_random_numbers_as_they_are(cls: type[nn.Module]) -> None:
+    before = torch.get_rng_state()
+    own = cls()
+    torch.set_rng_state(before)
+    assert type(convert_to_fp8(own)) is cls
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 class Scaled(Qwen3MoeSparseMoeBlock):
     def forward(self, x: torch.Tensor, factor: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
         y, logits = super().forward(x)
