@@ -141,8 +141,7 @@ def convert_to_fp8(
         reasons = {kept_reason(module) for _, module in linears} | set(experts.values())
         _warn_of_nothing(sorted(reasons), {LEFT_OUT, WHY_NOT_ROUTERS, *at_the_ends.values()})
     group_mixtures(model, config.fused)
-    if config.fused:
-        skip_scores_of_zero(model)
+    skip_scores_of_zero(model, config.fused)
     follow_merges()
     share_inputs(model)
     return model

@@ -20,7 +20,7 @@ from fp8booster.nn.experts.fp8_experts import FP8Experts
 from fp8booster.nn.experts.routing import Routes, count_rows, spread, weighted_sum
 from fp8booster.nn.fused.activations import fused_kind
 from fp8booster.nn.fused.trials import computes, numbers, on_numbers
-from fp8booster.nn.modules import cached_by_class, change_class, mixed_class
+from fp8booster.nn.modules import cached_by_class, change_class, mixed_class, must_be_called
 
 
 class BatchedExperts(FP8Experts):
@@ -73,18 +73,19 @@ class ScaledMixture(nn.Module):
         """As `mixed_class` asks."""
         return {"tried": (original, original.forward), "returns_scores": _form(original, original.forward)}
 
-    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return [B S, H] of [B, S, H]; and the router's logits, [B S, experts], or its scores, [experts, B S]."""
         original, forward = self.tried
+        given = (*args, *kwargs.values()) if kwargs.keys() <= {"hidden_states"} else ()
+        if len(given) != 1 or original.forward is not forward or torch.compiler.is_compiling():
+            return super().forward(*args, **kwargs)
         experts: Any = self.experts
-        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-        if (
-            original.forward is not forward
-            or torch.compiler.is_compiling()
-            or not isinstance(experts, BatchedExperts)
-            or not experts.runs_on(tokens, len(tokens) * self.top_k)
-        ):
-            return super().forward(hidden_states)
+        tokens = given[0].reshape(-1, given[0].shape[-1])
+        # who looks at the experts sees them called
+        if not isinstance(experts, BatchedExperts) or must_be_called(experts):
+            return super().forward(*args, **kwargs)
+        if not experts.runs_on(tokens, len(tokens) * self.top_k):
+            return super().forward(*args, **kwargs)
         found = self.router(tokens)
         if isinstance(found, tuple):
             scores, logits = found
@@ -162,11 +163,20 @@ def _form(cls: type[nn.Module], forward: Callable) -> bool | None:
     return None
 
 
-def skip_scores_of_zero(model: nn.Module) -> None:
-    """Let blocks around batched FP8 experts send a token to its own experts alone, in place."""
+def skip_scores_of_zero(model: nn.Module, skip: bool = True) -> None:
+    """Let blocks around batched FP8 experts send a token to its own experts alone, in place.
+
+    Blocks that an earlier call changed, and whose experts are no longer so, are what they were.
+
+    Args:
+        model: converted before.
+        skip: whether any block is to compute so.
+    """
     for block in list(model.modules()):
-        if not isinstance(block._modules.get("experts"), BatchedExperts) or isinstance(block, ScaledMixture):
-            continue
+        wanted = skip and isinstance(block._modules.get("experts"), BatchedExperts)
         cls: type[Any] = type(block)
-        if "forward" not in vars(block) and _form(cls, cls.forward) is not None:
+        if isinstance(block, ScaledMixture):
+            if not wanted:
+                change_class(block, block.tried[0])
+        elif wanted and "forward" not in vars(block) and _form(cls, cls.forward) is not None:
             change_class(block, mixed_class(ScaledMixture, cls))

@@ -84,6 +84,22 @@ def test_a_subclass_that_computes_something_else_stays_as_it_is() -> None:
     assert not isinstance(made, ScaledMixture)
 
 
+def test_hooks_on_experts_run_and_another_configuration_turns_the_block_back() -> None:
+    fp8, seen = block(FP8Config(always=True)), []
+    handle = fp8.experts.register_forward_hook(lambda module, args, output: seen.append(len(args[0])))
+    expected = results(fp8)["y"]
+    handle.remove()
+    found = results(fp8)["y"]
+    assert seen == [48 * EXPERTS]
+    assert (found - expected).norm() <= 0.1 * expected.norm()
+    x = torch.randn(1, 16, HIDDEN).bfloat16()
+    assert torch.equal(fp8(hidden_states=x)[0], fp8(x)[0])
+    convert_to_fp8(fp8, FP8Config(always=True, fused=False))
+    assert type(fp8) is Llama4TextMoe
+    convert_to_fp8(fp8, FP8Config(always=True))
+    assert torch.equal(results(fp8)["y"], found)
+
+
 def test_experts_that_turn_back_run_as_transformers_has_them() -> None:
     fp8 = block(FP8Config(always=True))
     fp8.experts.revert()
