@@ -11,6 +11,7 @@ compute is tried out (`nn.fused.trials`), the experts and the block around them 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any, ClassVar
 
 import torch
@@ -103,7 +104,7 @@ class ScaledMixture(nn.Module):
         return self.shared_expert(tokens) + mixed, told
 
 
-_EXPERTS, _CHOSEN, _FEATURES = 3, 2, 8
+_EXPERTS, _FEATURES = 3, 8
 _STAND_INS: tuple[Callable[[Tensor], Tensor], ...] = (torch.nn.functional.silu, lambda x: 0.5 - x.abs())
 
 
@@ -137,30 +138,33 @@ def are_batched(module: nn.Module) -> bool:
 @on_numbers
 def _form(cls: type[nn.Module], forward: Callable) -> bool | None:
     """Tell whether a class of blocks returns scores in place of logits; None: it computes something else."""
-    weight, x = numbers(_EXPERTS, _FEATURES), numbers(3, 7, _FEATURES)
+    for returns_scores in (True, False):
+        if all(_is_of_form(cls, forward, returns_scores, *each) for each in product((1, 2), (1.0, 1e-3, 30.0))):
+            return returns_scores
+    return None
+
+
+def _is_of_form(cls: type[nn.Module], forward: Callable, returns_scores: bool, top_k: int, size: float) -> bool:
+    weight, x = numbers(_EXPERTS, _FEATURES), size * numbers(3, 7, _FEATURES)
     tokens = x.flatten(0, 1)
     logits = tokens @ weight.t()
-    likeliest, chosen = logits.topk(_CHOSEN)
+    likeliest, chosen = logits.topk(top_k)
     scores = torch.zeros_like(logits).scatter(1, chosen, likeliest.sigmoid())
-    factors = torch.arange(1.0, _EXPERTS + 1)
+    factors = torch.arange(1.0, _EXPERTS + 1).view(-1, 1, 1)
 
     def experts(rows: Tensor) -> Tensor:
         each = rows.view(_EXPERTS, -1, _FEATURES)
-        return (factors.view(-1, 1, 1) * each * each.abs()).view(-1, _FEATURES)
+        return (factors * each * each.abs()).view(-1, _FEATURES)
 
     scaled = tokens * scores.t().unsqueeze(2)  # [experts, tokens, features]
-    right = 7 * tokens + (factors.view(-1, 1, 1) * scaled * scaled.abs()).sum(0)
-    held = {"experts": experts, "num_experts": _EXPERTS, "top_k": _CHOSEN, "hidden_dim": _FEATURES}
+    right = 7 * tokens + (factors * scaled * scaled.abs()).sum(0)
+    held: dict[str, Any] = {"experts": experts, "num_experts": _EXPERTS, "top_k": top_k, "hidden_dim": _FEATURES}
     held["shared_expert"] = lambda x: 7 * x
-    routers = {True: lambda x: x @ weight.t(), False: lambda x: (scores, x @ weight.t())}
-    for returns_scores, router in routers.items():
-        outputs = (right, scores.t() if returns_scores else logits)
-        if all(
-            computes(cls, lambda self, x, n=n: forward(self, x)[n], {**held, "router": router}, each, x)
-            for n, each in enumerate(outputs)
-        ):
-            return returns_scores
-    return None
+    held["router"] = (lambda x: x @ weight.t()) if returns_scores else (lambda x: (scores, x @ weight.t()))
+    return all(
+        computes(cls, lambda self, x, n=n: forward(self, x)[n], held, each, x)
+        for n, each in enumerate((right, scores.t() if returns_scores else logits))
+    )
 
 
 def skip_scores_of_zero(model: nn.Module, skip: bool = True) -> None:
