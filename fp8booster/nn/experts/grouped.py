@@ -62,6 +62,14 @@ class GroupedExperts:
     def __reduce__(self) -> tuple:
         return type(self), (self.experts, self._always)
 
+    def of_others(self, experts: Sequence[nn.Module]) -> GroupedExperts:
+        """Return other experts in place of these, whose casts are observed by who observes these'."""
+        others = GroupedExperts(experts, self._always)
+        for name in others.fp8_casts.keys() & self.fp8_casts.keys():
+            casts, before = others.fp8_casts[name], self.fp8_casts[name]
+            casts.observers, casts.weight_observers = before.observers, before.weight_observers
+        return others
+
     @property
     def why_one_by_one(self) -> str | None:
         """Return why the experts run one by one in training, or did for some batches; None: in grouped products.

@@ -58,7 +58,7 @@ class Mixture(nn.Module):
         """Return the experts that the block holds, of which some may have been replaced or wrapped since."""
         held: Any = self._modules["experts"]
         if tuple(held._modules.values()) != self.fp8_grouped_experts.experts:
-            self.fp8_grouped_experts = GroupedExperts(list(held))
+            self.fp8_grouped_experts = self.fp8_grouped_experts.of_others(list(held))
         return self.fp8_grouped_experts
 
 

@@ -198,6 +198,18 @@ def test_experts_that_are_replaced_compute() -> None:
     assert all(torch.equal(value, expected[each]) for each, value in exact.items())
 
 
+def test_casts_of_experts_that_are_replaced_are_still_observed() -> None:
+    fp8, seen = block("Qwen3", FP8Config(always=True)), []
+    for casts in fp8.fp8_grouped_experts.fp8_casts.values():
+        casts.observers.append(lambda role, *_: seen.append(role))
+    results(fp8)
+    before = list(seen)
+    fp8.experts[2] = copy.deepcopy(fp8.experts[3])
+    results(fp8)
+    assert before
+    assert seen == before + before
+
+
 @pytest.mark.parametrize("other", [{"fused": False}, {"layers": lambda name, _: "experts" not in name}])
 def test_another_configuration_leaves_nothing_of_the_one_before(other: dict[str, Any]) -> None:
     model = nn.Sequential(nn.Linear(64, 64).bfloat16(), block("Qwen3", FP8Config(always=True)))
