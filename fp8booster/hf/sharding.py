@@ -15,7 +15,10 @@ from fp8booster.nn.linear.frozen import FrozenLayer
 def why_not_sharded(plugin: Any, model: nn.Module) -> str | None:
     """Return why a `FullyShardedDataParallelPlugin` of accelerate does not shard a model in FP8; None if it does."""
     if plugin.fsdp_version == 1:
-        return "FSDP1 flattens the parameters that FP8 layers cast; choose FSDP2, by fsdp_version=2"
+        return (
+            "FSDP1 flattens the parameters that FP8 layers cast; choose FSDP2: fsdp_version=2 of Accelerate's plugin, "
+            'fsdp_config={"version": 2} of TrainingArguments, or with transformers 4 FSDP_VERSION=2 in the environment'
+        )
     if any(isinstance(module, FrozenLayer) for module in model.modules()):
         return (
             "weights that are frozen in FP8 would be whole on each rank under FSDP2, and its checkpoints do not hold "

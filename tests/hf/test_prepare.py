@@ -78,7 +78,7 @@ def test_arguments_that_do_not_go_with_fp8_are_refused(tmp_path: Path, name: str
     [
         (DistributedType.DEEPSPEED, "were not tried with DEEPSPEED of accelerate; use DDP or FSDP2"),
         (DistributedType.MEGATRON_LM, "were not tried with MEGATRON_LM of accelerate"),
-        (DistributedType.FSDP, r"FSDP1 flattens the parameters .*; choose FSDP2, by fsdp_version=2"),
+        (DistributedType.FSDP, r"choose FSDP2: fsdp_version=2 .*version\": 2.*FSDP_VERSION=2"),
     ],
 )
 def test_engines_that_do_not_go_with_fp8_are_refused(kind: DistributedType, says: str) -> None:
