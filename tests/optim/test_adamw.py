@@ -548,7 +548,7 @@ WRONG = {
     HybridAdam: {
         **dict.fromkeys(("lr", "eps", "weight_decay", "nvme_offload_fraction"), NUMBER),
         "betas": PAIR,
-        **dict.fromkeys(("bias_correction", "adamw_mode", "amsgrad", "maximize"), SWITCH),
+        **dict.fromkeys(("bias_correction", "adamw_mode", "amsgrad", "maximize", "simd_log"), SWITCH),
         "nvme_offload_dir": TEXT,
         "initial_scale": (True, "0.1"),
     },

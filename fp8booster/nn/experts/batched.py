@@ -95,7 +95,7 @@ class ScaledMixture(nn.Module):
         else:
             likeliest, chosen = found.topk(self.top_k)
             factors = likeliest.float().sigmoid().to(tokens.dtype)
-            told = torch.zeros_like(found).scatter(1, chosen, factors).t()
+            told = factors.new_zeros(found.shape).scatter(1, chosen, factors).t()
         routes = Routes.of(chosen, len(experts.gate_up_proj))
         of_rows = torch.zeros_like(factors).flatten().scatter(0, routes.places.flatten(), factors.flatten())
         rows = spread(tokens, routes) * of_rows.unsqueeze(1)
