@@ -10,9 +10,10 @@ import typer
 from typer.testing import CliRunner
 
 from benchmarks import accumulation, adamw, attention, cast, energy, gemm, host_step, linear, made_again, speed_model
-from benchmarks.harness import power, products, timing
+from benchmarks.harness import products, timing
 from benchmarks.layers.layer import Layer
 from benchmarks.layers.records import summarize
+from fp8booster.monitor import power
 from tests.distributed import run_ranks
 
 FAST = ["--device", "cpu", "--rounds", "2", "--sample-ms", "0.01"]

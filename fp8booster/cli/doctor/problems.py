@@ -59,7 +59,7 @@ class Problem:
 
     @property
     def is_installed_away(self) -> bool:
-        """Whether training waits for a package alone."""
+        """Tell whether training waits for a package alone."""
         return self.stops_training and (self.remedy or "").startswith("pip install ")
 
 

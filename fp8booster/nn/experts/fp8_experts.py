@@ -332,7 +332,7 @@ class ExpertWeight:
 
     @property
     def fp8_weight(self) -> WeightSource:
-        """Where the parameter's FP8 copy comes from."""
+        """The source of the parameter's FP8 copy."""
         return self._experts.fp8_weights[self._name]
 
     @fp8_weight.setter
