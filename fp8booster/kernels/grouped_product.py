@@ -26,7 +26,7 @@ class Groups(NamedTuple):
     """Rows in G groups, each of a multiple of 16 rows and not of 0."""
 
     rows: int
-    """Of all groups."""
+    """The number of rows of all groups."""
     ends: Tensor
     """int32 [G], on the device of the operands: the row behind each group's last. The host need not know them."""
 

@@ -49,7 +49,7 @@ class Sample(NamedTuple):
     """One moment of a GPU."""
 
     seconds: float
-    """Of `time.perf_counter`."""
+    """A time of `time.perf_counter`."""
 
     mhz: float
     watts: float

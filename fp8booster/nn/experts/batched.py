@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fp8booster.nn.experts.fp8_experts import FP8Experts
 from fp8booster.nn.experts.routing import Routes, count_rows, spread, weighted_sum
 from fp8booster.nn.fused.activations import fused_kind
-from fp8booster.nn.fused.trials import computes, numbers, on_numbers
+from fp8booster.nn.fused.trials import STAND_INS, computes, numbers, on_numbers
 from fp8booster.nn.modules import cached_by_class, change_class, mixed_class, must_be_called
 
 
@@ -105,7 +105,6 @@ class ScaledMixture(nn.Module):
 
 
 _EXPERTS, _FEATURES = 3, 8
-_STAND_INS: tuple[Callable[[Tensor], Tensor], ...] = (torch.nn.functional.silu, lambda x: 0.5 - x.abs())
 
 
 @cached_by_class
@@ -113,7 +112,7 @@ _STAND_INS: tuple[Callable[[Tensor], Tensor], ...] = (torch.nn.functional.silu, 
 def _is_batched(cls: type[nn.Module], forward: Callable) -> bool:
     """Tell whether a class's forward gives `down(up * act(gate))` of each expert's rows, gate first."""
     gate_up, down = numbers(_EXPERTS, _FEATURES, 12), numbers(_EXPERTS, 6, _FEATURES)
-    for activation in _STAND_INS:
+    for activation in STAND_INS:
         for size in (1.0, 0.0, 1e3):
             x = size * numbers(_EXPERTS * 5, _FEATURES)
             gate, up = (x.view(_EXPERTS, 5, _FEATURES) @ gate_up).chunk(2, -1)

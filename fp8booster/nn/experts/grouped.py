@@ -78,6 +78,10 @@ class GroupedExperts:
         """
         return self._why_never() or ", ".join(self._reasons) or None
 
+    def note(self, reason: str) -> None:
+        """Let the report give a reason why the experts ran one by one for some batches."""
+        self._reasons[reason] = None
+
     @property
     def saves_in_8_bits(self) -> bool:
         """Tell whether gate and up are saved so for backward by grouped products, as far as is known."""
@@ -108,7 +112,7 @@ class GroupedExperts:
             return None
         reason = self._why_not(tokens, len(tokens) if usual_rows is None else usual_rows)
         if reason is not None:
-            self._reasons[reason] = None
+            self.note(reason)
             return None
         gates_ups, downs = self._products()
         config = downs[0].fp8_config

@@ -54,6 +54,13 @@ class Mixture(nn.Module):
         made = run_experts(spread(tokens, routes), counts, grouped.experts, grouped=grouped)
         return weighted_sum(made, weights, routes).to(tokens.dtype)
 
+    @staticmethod
+    def _why_own_code(called_so: bool, is_as_tried: bool) -> str | None:
+        """Return why the block's own code must run; None: what was tried stands for it."""
+        if not called_so:
+            return "the block is called otherwise than its class was tried"
+        return None if is_as_tried else "the code of the block's class was replaced"
+
     def _experts_now(self) -> GroupedExperts:
         """Return the experts that the block holds, of which some may have been replaced or wrapped since."""
         held: Any = self._modules["experts"]
@@ -81,9 +88,14 @@ class SoftmaxMixture(Mixture):
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return [B, S, H] of [B, S, H], and the router's logits, [B S, experts]."""
         original, forward = self.tried
-        noisy = self.training and getattr(self, "jitter_noise", 0) > 0  # the block's own code draws it
+        if torch.compiler.is_compiling():
+            return super().forward(*args, **kwargs)
         tried_so = (len(args) == 1 and not kwargs) or (not args and kwargs.keys() == {"hidden_states"})
-        if noisy or not tried_so or original.forward is not forward or torch.compiler.is_compiling():
+        reason = self._why_own_code(tried_so, original.forward is forward)
+        if reason is None and self.training and getattr(self, "jitter_noise", 0) > 0:
+            reason = "the block draws noise"
+        if reason is not None:
+            self.fp8_grouped_experts.note(reason)
             return super().forward(*args, **kwargs)
         hidden_states = args[0] if args else kwargs["hidden_states"]
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
@@ -108,17 +120,20 @@ class ChosenMixture(Mixture):
     def moe(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return [T, H] of tokens [T, H] with their experts and these' weights, [T, k]."""
         original, moe = self.tried
-        tried_so = len(args) == 3 and not kwargs
-        if not tried_so or original.moe is not moe or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return original.moe(self, *args, **kwargs)
+        reason = self._why_own_code(len(args) == 3 and not kwargs, original.moe is moe)
+        if reason is not None:
+            self.fp8_grouped_experts.note(reason)
             return original.moe(self, *args, **kwargs)
         return self.mix(*args)
 
 
 class Routing(NamedTuple):
-    """How a block weighs the experts that it chooses."""
+    """The weights of the experts that a block chooses."""
 
     always_divides: bool
-    """By the sum of a token's weights; else where `norm_topk_prob` says so."""
+    """The weights of a token are divided by their sum; else only where `norm_topk_prob` is true."""
 
     shares: bool
     """It adds what a shared expert makes of all tokens."""

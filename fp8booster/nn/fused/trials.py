@@ -170,7 +170,7 @@ def _is_norm(
     return computes(cls, forward, held, right, x)
 
 
-_STAND_INS: tuple[Callable[[Tensor], Tensor], ...] = (F.silu, lambda x: 0.5 - x.abs())
+STAND_INS: tuple[Callable[[Tensor], Tensor], ...] = (F.silu, lambda x: 0.5 - x.abs())
 """Two activations, so that a block with one of its own is seen."""
 
 _GATED_SIZES = (1.0, 0.0, 1e-3, 30.0, 1e4)
@@ -193,7 +193,7 @@ def gates_by_activation(cls: type[nn.Module]) -> bool:
 def _gates_by_activation(cls: type[nn.Module], gate: Callable | None) -> bool:
     if not callable(gate):
         return False
-    for activation, size in product(_STAND_INS, _GATED_SIZES):
+    for activation, size in product(STAND_INS, _GATED_SIZES):
         x = size * numbers(70, 16)
         first, second = x.chunk(2, -1)
         if not computes(cls, gate, {"act_fn": activation}, activation(first) * second, x):
@@ -222,7 +222,7 @@ def _is_gated(cls: type[nn.Module], forward: Callable, part: Part, activation: s
     held = dict(zip(part.merged, layers, strict=True)) | {part.output: lambda x: 5 * x}
     if unread:
         held["config"] = types.SimpleNamespace(**dict.fromkeys(unread, 1))
-    for compute, size, shape in product(_STAND_INS, _GATED_SIZES, ((3, 8), (2, 70, 8))):
+    for compute, size, shape in product(STAND_INS, _GATED_SIZES, ((3, 8), (2, 70, 8))):
         x = size * numbers(*shape)
         if not computes(cls, forward, held | {activation: compute}, 5 * (compute(2 * x) * 3 * x), x):
             return False

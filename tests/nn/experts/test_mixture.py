@@ -100,6 +100,7 @@ def test_a_block_that_draws_noise_runs_its_own_loop() -> None:
     expected = results(fp8)
     fp8.jitter_noise = 0.5
     assert not torch.equal(results(fp8)["y"], expected["y"])
+    assert report(fp8).grouped[0].why_one_by_one == "the block draws noise"
     assert torch.equal(results(fp8.eval())["y"], results(block("Mixtral", FP8Config(always=True)).eval())["y"])
 
 
