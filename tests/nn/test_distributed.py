@@ -180,6 +180,8 @@ def ways() -> dict[str, list[float]]:
     found["whole after forward"] = losses_of(fully_shard(build(dtype=FP32), reshard_after_forward=False))
     replicas = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicas", "shards"))
     found["replicas"] = losses_of(fully_shard(build(dtype=FP32), mesh=replicas))
+    whole = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
+    found["replicas that are whole"] = losses_of(fully_shard(build(dtype=FP32), mesh=whole))
     state, rotary = lazy.state_dict(), copy.deepcopy(lazy.model.rotary_emb)
     lazy = fully_shard(lazy.to("meta")).to_empty(device="cpu")
     set_model_state_dict(lazy, state, options=StateDictOptions(full_state_dict=True))
@@ -423,7 +425,25 @@ def test_on_gpus_what_is_gathered_is_what_a_cast_of_the_whole_weight_gives() -> 
     assert found["gathers"] == found["16 bits"]
     assert found["both"] == pytest.approx(found["16 bits"], rel=0.02)
     assert memory()["between"] == (0, 0)
-    assert readers() == {"seen": [True], "after": 0}
+    if dist.get_world_size() > 1:
+        assert readers() == {"seen": [True], "after": 0}
+
+
+def alone() -> dict[str, Any]:
+    """Train on one rank, and the same model without FSDP2."""
+    model, plain = fully_shard(build()), build()
+    convert_to_fp8(plain)
+    fuse(plain)
+    found = {"losses": losses_of(model), "plain": losses_of(plain), "summary": report(model).summary()}
+    return found | {"held": sum(each.fp8_weight.held is not None for each in merged_layers(model))}
+
+
+def test_one_rank_trains_as_without_fsdp2() -> None:
+    (found,) = run_ranks(alone, 1)
+    assert found["losses"] == pytest.approx(found["plain"], rel=0.01)
+    assert found["losses"][-1] < 0.95 * found["losses"][0]
+    assert "10 of them merged to 4 products" in found["summary"]
+    assert found["held"] == 0
 
 
 def uneven() -> tuple[list[float], str]:

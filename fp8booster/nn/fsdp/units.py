@@ -341,6 +341,9 @@ def gather_in_fp8(
                 reason = "spread over fewer ranks after forward"
             if reason is None and hasattr(param, "_unsharded_param"):
                 reason = "gathered before"
+            if reason is None and param.mesh_info.shard_process_group.size() == 1:
+                # FSDP2 copies each into memory of its own, and cuts short what several share
+                reason = "one rank has them whole"
             if reason is None:
                 chosen.append(param)
             else:
