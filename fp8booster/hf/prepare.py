@@ -15,7 +15,7 @@ from fp8booster.config import FP8Config, config_or_default
 from fp8booster.hf.sharding import follow_sharding, name_units, why_not_sharded
 from fp8booster.kernels.device import require_fp8
 from fp8booster.nn import convert_to_fp8, fuse, report
-from fp8booster.nn.fused import use_native_loss
+from fp8booster.nn.fused import fused_summary, use_fused_loss, use_native_loss
 
 if TYPE_CHECKING:  # neither need be installed
     from accelerate import Accelerator
@@ -95,11 +95,15 @@ def convert(
         model.to(device)  # before it is fused, for then weights of merged products lie together
     convert_to_fp8(model, config)
     fused = ""
-    if config.fused and not inside:
-        fused = f"; {fuse(model)}"
-        if not fused_loss:
+    if config.fused:
+        if not inside:  # what accelerate has wrapped is fused
+            fuse(model)
+        # an earlier trainer of the model may have asked for the other
+        if fused_loss:
+            use_fused_loss(model)
+        else:
             use_native_loss(model)
-            fused += ", which is not used: fused_loss is off"
+        fused = f"; {fused_summary(model)}"
     if plugin is not None:
         name_units(plugin, model)
         follow_sharding(model, config.messages)

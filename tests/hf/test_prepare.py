@@ -18,6 +18,7 @@ from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 from fp8booster import FP8Config, FP8Linear, quantize
 from fp8booster.hf import FP8Callback, prepare
+from fp8booster.nn.fused import fused_summary, use_fused_loss, use_native_loss
 from tests.colossal.models import tiny_llama, token_batch
 from tests.hf.ways import ALWAYS, TRAINED, arguments
 
@@ -148,6 +149,36 @@ def test_a_second_trainer_goes_on_with_the_model(tmp_path: Path) -> None:
     assert trained.training_loss > 0
     model.train()
     assert model(input_ids=token_batch(0), labels=token_batch(0)).logits is None
+
+
+def test_what_accelerate_wraps_stays_around_either_loss() -> None:
+    accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+    model = accelerator.prepare(prepare(tiny_llama(), ALWAYS, accelerator=accelerator))
+    batch = {"input_ids": token_batch(0), "labels": token_batch(0)}
+    fused = model(**batch)
+    assert fused_summary(model).endswith("loss over chunks of logits")
+    use_native_loss(model)
+    assert fused_summary(model).endswith("loss as it was (use_fused_loss changes that)")
+    native = model(**batch)
+    use_fused_loss(model)
+    assert native.logits is not None
+    assert fused.logits is model(**batch).logits is None
+    assert model(**batch).loss == fused.loss
+    assert fused.loss.item() == pytest.approx(native.loss.item(), rel=1e-4)
+    seen = []
+    model.lm_head.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    model(**batch)
+    assert seen == [torch.bfloat16]  # autocast is on
+
+
+def test_each_trainer_of_a_model_has_the_loss_that_it_asks_for(tmp_path: Path) -> None:
+    model = tiny_llama()
+    batch = {"input_ids": token_batch(0), "labels": token_batch(0)}
+    for fused in (True, False, True):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        trainer(tmp_path, model, FP8Callback(ALWAYS, fused_loss=fused)).train()
+        model.train()
+        assert (model(**batch).logits is None) == fused
 
 
 def test_a_trainer_that_reads_logits_gets_them(tmp_path: Path) -> None:

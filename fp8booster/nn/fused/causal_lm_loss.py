@@ -18,7 +18,6 @@ from __future__ import annotations
 import builtins
 import functools
 import inspect
-import types
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -296,8 +295,8 @@ def use_fused_loss(model: nn.Module) -> bool:
     forward (shifted labels, `num_items_in_batch`, `shift_labels` and `ignore_index` included) and whose `logits`
     is None. The native forward runs, logits and all, in evaluation mode, without labels, when `logits_to_keep` asks for
     some of them (the sequence's length asks for all), for `return_dict=False`, with a loss function of one's own, and
-    wherever `why_not_fused` finds a reason. `use_native_loss` undoes it. A pickle comes back with the native forward:
-    call this again. Where an engine has replaced the forward, the one that it offered takes its place.
+    wherever `why_not_fused` finds a reason. `use_native_loss` undoes it. Copies and pickles keep it. Where an engine
+    has replaced the forward, the one that it offered takes its place; what a library has wrapped around ours stays.
 
     Args:
         model: any module.
@@ -309,13 +308,18 @@ def use_fused_loss(model: nn.Module) -> bool:
     if isinstance(found, str):
         return False
     language_model, loss = found
-    language_model.forward = loss.forward
+    vars(language_model).pop(_SWITCHED_OFF, None)
+    if not _wraps_ours(language_model):
+        language_model.forward = loss.forward
     return True
 
 
 def use_native_loss(model: nn.Module) -> None:
     """Undo `use_fused_loss`."""
     for module in model.modules():
+        if _wraps_ours(module):  # as accelerate's autocast does, which would go with it
+            vars(module)[_SWITCHED_OFF] = True
+            continue
         loss = _available_loss(module) if _is_ours(module.__dict__.get("forward")) else None
         if loss is not None:
             del module.forward  # its class's shows again
@@ -354,6 +358,8 @@ def fused_head(model: nn.Module) -> nn.Module | None:
     language_model = language_model_in(model)
     if language_model is None or not _is_ours(language_model.__dict__.get("forward")):
         return None
+    if _SWITCHED_OFF in vars(language_model):
+        return None
     return getattr(language_model, _head_name(language_model))
 
 
@@ -380,16 +386,44 @@ def mark_fused(forward: Callable, native: Callable) -> Callable:
 _ENGINE_LOSS = "_fp8booster_engine_loss"
 _NATIVE = "_fp8booster_native"
 
+_SWITCHED_OFF = "_fp8booster_loss_switched_off"
+"""Attribute of a model whose forward is around ours, and computes the native loss."""
+
+
+class _BoundForward:
+    """Our forward, bound to a model: a method, but that a pickle of it is not the forward of the model's class.
+
+    Args:
+        model: whose class's forward it takes the place of.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        # libraries that wrap a model's forward look for both
+        self.__self__, self.__func__ = model, _forward_like(type(model).forward)
+        self.__name__, self.__doc__ = self.__func__.__name__, self.__func__.__doc__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> ModelOutput | tuple:
+        return self.__func__(self.__self__, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "__func__"), name)
+
+    def __reduce__(self) -> tuple:
+        return _BoundForward, (self.__self__,)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        of_class = inspect.signature(self.__func__)
+        return of_class.replace(parameters=list(of_class.parameters.values())[1:])
+
 
 def _available_loss(model: nn.Module) -> FusedLoss | None:
     """Return what an engine offered for the forward that the model has now, or ours for that of its class."""
     forward, offered = model.__dict__.get("forward"), model.__dict__.get(_ENGINE_LOSS)
     if offered is not None and forward in (offered.native, offered.forward):
         return offered
-    native = type(model).forward
-    # a pickle leaves the class's own, bound, where ours was
-    if forward is None or _is_ours(forward) or getattr(forward, "__func__", None) is native:
-        return FusedLoss(None, types.MethodType(_forward_like(native), model), _why_not_through)
+    if forward is None or _is_ours(forward) or getattr(forward, "__func__", None) is type(model).forward:
+        return FusedLoss(None, _BoundForward(model), _why_not_through)
     return None
 
 
@@ -405,8 +439,19 @@ def _why_not_through(language_model: LanguageModel) -> str | None:
     return reason
 
 
-def _is_ours(forward: object) -> bool:
-    return hasattr(forward, _NATIVE)
+def _is_ours(forward: Any) -> bool:
+    """Tell whether a forward is ours, or one that a library has made around ours."""
+    while forward is not None and not hasattr(forward, _NATIVE):
+        forward = getattr(forward, "__wrapped__", None)
+    return forward is not None
+
+
+def _wraps_ours(model: nn.Module) -> bool:
+    """Tell whether the forward of a model is one that a library has made around ours."""
+    forward, offered = model.__dict__.get("forward"), model.__dict__.get(_ENGINE_LOSS)
+    if not _is_ours(forward) or isinstance(forward, _BoundForward):
+        return False
+    return offered is None or forward != offered.forward
 
 
 @functools.cache
@@ -423,8 +468,8 @@ def _forward_like(native: Callable) -> Callable:
         arguments = {**bound.arguments, **bound.kwargs}
         from transformers.loss.loss_utils import ForCausalLMLoss
 
-        is_native = self.loss_function is ForCausalLMLoss
-        if not (wants_loss(self, arguments) and is_native and _why_not_through(self) is None):
+        is_usual = self.loss_function is ForCausalLMLoss and _SWITCHED_OFF not in vars(self)
+        if not (is_usual and wants_loss(self, arguments) and _why_not_through(self) is None):
             return native(self, *args, **kwargs)
         name = _head_name(self)
         # for this call alone: a head that is put into the model would be saved with it, and seen by other threads
