@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fp8booster import formats
 from fp8booster.kernels.blockwise_cast import are_groups, decoded
+from fp8booster.kernels.device import without_autocast
 from fp8booster.kernels.scales import SCALE_STRIDE
 
 
@@ -76,7 +77,7 @@ def product(
         if inverse_scale_b.storage_offset() % SCALE_STRIDE:
             inverse_scale_b = inverse_scale_b.clone()
     if emulate:
-        with _without_autocast(a.device.type):
+        with without_autocast(a.device.type):
             # in FP64: a sum times one of the scales may be infinite in FP32 where the result is not
             exact = ((a.float() @ b.float().t()).double() * inverse_scale_a * inverse_scale_b).float()
         result = (exact if bias is None else exact + bias).to(out_dtype)
@@ -147,7 +148,7 @@ def _scaled_mm_on_cpu(a: Tensor, b: Tensor, *, scale_a: Tensor, scale_b: Tensor,
     """Call `torch._scaled_mm` on operands that decode to finite values, in PyTorch's own kernel, without autocast."""
     scale_a, scale_b = _decodable(a, b, scale_a, scale_b)
     one_scale_each = scale_a.numel() == scale_b.numel() == 1
-    with _without_autocast("cpu"), _without_unfit_onednn(one_scale_each):
+    with without_autocast("cpu"), _without_unfit_onednn(one_scale_each):
         return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, **options)
 
 
@@ -202,13 +203,6 @@ def _without_onednn() -> Iterator[None]:
         torch.backends.mkldnn.enabled = enabled
 
 
-def _without_autocast(device_type: str) -> contextlib.AbstractContextManager:
-    """Let operators keep their dtypes: autocast turns FP32 sums, the emulated product's and the CPU's, to 16 bits."""
-    if torch.is_autocast_enabled(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return contextlib.nullcontext()
-
-
 def blockwise_product(
     a: Tensor, b: Tensor, inverse_scale_a: Tensor, inverse_scale_b: Tensor, *, out_dtype: torch.dtype, emulate: bool
 ) -> Tensor:
@@ -228,7 +222,7 @@ def blockwise_product(
         [M, N] of out_dtype. M, N and K are multiples of 128.
     """
     if emulate or a.is_cpu:
-        with _without_autocast(a.device.type):
+        with without_autocast(a.device.type):
             return (decoded(a, inverse_scale_a) @ decoded(b, inverse_scale_b).t()).to(out_dtype)
     # the products come in BF16 and FP32
     product_dtype = torch.bfloat16 if out_dtype is torch.bfloat16 else torch.float32

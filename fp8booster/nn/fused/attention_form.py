@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from fp8booster.kernels.device import without_autocast
 from fp8booster.nn.fused.families import Part, has_sinks
 from fp8booster.nn.fused.packing import PackedEmbeddings, Sequences
 from fp8booster.nn.fused.trials import are_alike, numbers, on_numbers, tried, watch
@@ -86,7 +87,10 @@ def cos_and_sin(position_embeddings: Any, angles: str) -> tuple[Tensor, Tensor]:
             (position_embeddings,) = position_embeddings
         position_embeddings = position_embeddings.real, position_embeddings.imag
     cos, sin = position_embeddings
-    return (cos, sin) if angles == "places" else (torch.cat([cos, cos], -1), torch.cat([sin, sin], -1))
+    if angles == "places":
+        return cos, sin
+    with without_autocast(cos.device.type):
+        return torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
 
 
 def is_of_form(attention: Any, form: Form) -> bool:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8booster.config import FP8Config
-from fp8booster.kernels.device import require_fp8
+from fp8booster.kernels.device import require_fp8, without_autocast
 from fp8booster.nn.linear.frozen import FrozenFP8Linear
 from fp8booster.nn.linear.functional import Defer, linear_from_quantized
 from fp8booster.nn.linear.inputs import is_plain
@@ -90,7 +90,9 @@ class Merged:
         # torch looks a parameter up by a function in Python
         if (held["bias"] if "bias" in held else self.layers[0].bias) is None:
             return None
-        return torch.cat([layer.bias for layer in self.layers])
+        biases = [layer.bias for layer in self.layers]
+        with without_autocast(biases[0].device.type):
+            return torch.cat(biases)
 
     def _why_never(self) -> str | None:
         """Return why the layers, as they are, cannot run as one on any input."""

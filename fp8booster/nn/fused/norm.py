@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from fp8booster.kernels.device import without_autocast
 from fp8booster.nn.fused.part import Fused
 from fp8booster.nn.fused.pointwise import PLAIN, Saving, row_norm
 from fp8booster.nn.fused.trials import Norm, norm_of
@@ -92,5 +93,6 @@ class HeadNorms:
             return torch.cat([norm(each) for norm, each in zip(self.norms, heads.split(1, -2), strict=True)], -2)
         for norm in self.norms:
             wait_for_parameters(norm)
-        weight = torch.stack([norm.weight for norm in self.norms])  # differentiable: each norm gets its row's gradient
+        with without_autocast(heads.device.type):  # differentiable: each norm gets its row's gradient
+            weight = torch.stack([norm.weight for norm in self.norms])
         return row_norm(heads, weight, self.norms[0].eps, centered=True)[0]

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from fp8booster.kernels.device import without_autocast
+
 
 def are_stacked(weights: Sequence[torch.Tensor]) -> bool:
     """Tell whether weights of as many columns are consecutive rows of one matrix in memory."""
@@ -36,7 +38,8 @@ def stack_rows(weights: Sequence[torch.Tensor], place: torch.Tensor | None = Non
     """
     if are_stacked(weights):
         return stacked_view(weights)
-    return torch.cat([_values(weight) for weight in weights], out=place)
+    with without_autocast(weights[0].device.type):
+        return torch.cat([_values(weight) for weight in weights], out=place)
 
 
 def stacked_columns(transposes: Sequence[torch.Tensor]) -> torch.Tensor | None:

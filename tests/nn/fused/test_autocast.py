@@ -17,7 +17,7 @@ from tests.nn.fused.models import INSTALLED, batch, build
 from tests.nn.fused.test_decoder import sqnr
 from tests.plugins.test_low_level_zero_census import Census
 
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def step(model: nn.Module, autocast: bool, **more: Any) -> tuple[float, dict[str, torch.Tensor]]:
@@ -70,6 +70,21 @@ def test_what_is_fused_is_fused_under_autocast(family: str, in_fp8: bool, dtype:
         return
     for name, gradient in exact.items():
         assert sqnr(gradients[name], gradient) > sqnr(right[name], gradient) - 4, name
+
+
+@pytest.mark.parametrize("in_fp8", [True, False])
+@pytest.mark.parametrize("family", sorted(set(INSTALLED) - {"gpt2", "gpt_neox", "stablelm"}))  # PyTorch's LayerNorm
+def test_parameters_in_fp16_are_trained_under_autocast_of_bf16(family: str, in_fp8: bool) -> None:
+    plain, *_ = trained(family, in_fp8, BF16, autocast=False)
+    model, loss, gradients, _ = trained(family, in_fp8, FP16, autocast=True)
+    assert fused_summary(model) == fused_summary(plain)
+    exact_loss, exact = step(build(family, FP32), autocast=False)
+    assert loss == pytest.approx(exact_loss, rel=2e-3)
+    if any("expert" in name for name in exact):
+        return
+    for name, gradient in exact.items():
+        if gradient.dim() > 1:  # those of biases are next to nothing in FP16
+            assert sqnr(gradients[name], gradient) > 12, name
 
 
 def test_weights_are_cast_from_the_parameters_in_fp32() -> None:
