@@ -169,6 +169,8 @@ def test_what_accelerate_wraps_stays_around_either_loss() -> None:
     model.lm_head.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
     model(**batch)
     assert seen == [torch.bfloat16]  # autocast is on
+    model.lm_head._forward_hooks.clear()
+    assert accelerator.unwrap_model(model, keep_fp32_wrapper=False)(**batch).logits is None
 
 
 def test_each_trainer_of_a_model_has_the_loss_that_it_asks_for(tmp_path: Path) -> None:

@@ -476,6 +476,9 @@ def _forward_like(native: Callable) -> Callable:
         outputs = run_with(native, self, {name: LazyHead(getattr(self, name))}, *args, **kwargs)
         return type(outputs)(**{**outputs, "logits": None})
 
+    # accelerate takes off all that is wrapped when it takes off its own
+    del vars(forward)["__wrapped__"]
+    vars(forward)["__signature__"] = signature
     return mark_fused(forward, native)
 
 

@@ -90,7 +90,7 @@ class Merged:
         # torch looks a parameter up by a function in Python
         if (held["bias"] if "bias" in held else self.layers[0].bias) is None:
             return None
-        biases = [layer.bias for layer in self.layers]
+        biases: list[Tensor] = [layer.bias for layer in self.layers]
         with without_autocast(biases[0].device.type):
             return torch.cat(biases)
 
