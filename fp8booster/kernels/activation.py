@@ -11,6 +11,9 @@ SiLU that gates is SwiGLU (Shazeer, arXiv 2002.05202, equation 6); GELU is that 
 
 x and up may be halves of one tensor, as one product of both gives them. Those that `activate` was asked to encode are
 taken in their place as well, to make y again for a product of backward.
+
+Rows of experts may be multiplied by their routers' weights too. A sum of what experts make of a token is then one of
+rows as they are, and the gradient of a weight a sum over the features here, not over those that an expert gives.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import math
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fp8booster.kernels.cast import cast
@@ -29,6 +33,21 @@ from fp8booster.kernels.scales import amax_of
 KINDS = ("silu", "gelu_tanh", "gelu")
 
 LINEAR, CUBIC = 2 * math.sqrt(2 / math.pi), 0.044715  # of GELU by tanh
+
+
+class RowWeights(NamedTuple):
+    """Factors of rows that are made of choices: of T tokens, each with k."""
+
+    values: Tensor
+    """[T, k], contiguous, BF16, FP16 or FP32."""
+
+    choices: Tensor
+    """int32 [M]: the place among T k weights of each row's; -1: a row of zeros, which has none."""
+
+    def by_row(self) -> Tensor:
+        """Return the factor of each row, float32 [M, 1]."""
+        # -1 takes the last, which is a zero
+        return F.pad(self.values.flatten().float(), (0, 1))[self.choices].unsqueeze(1)
 
 
 class Activated(NamedTuple):
@@ -47,7 +66,12 @@ class Activated(NamedTuple):
 
 @operator()
 def activate(
-    x: Tensor | GroupCodes, up: Tensor | GroupCodes | None = None, *, kind: str = "silu", encoded: bool = False
+    x: Tensor | GroupCodes,
+    up: Tensor | GroupCodes | None = None,
+    *,
+    kind: str = "silu",
+    encoded: bool = False,
+    weights: RowWeights | None = None,
 ) -> Activated:
     """Return the activation of x, times `up`.
 
@@ -56,9 +80,11 @@ def activate(
         up: as x; None multiplies by nothing.
         kind: one of `KINDS`.
         encoded: give x and up in 8 bits too.
+        weights: of the M rows; None multiplies by nothing.
     """
     y = _value(values_of(x), kind)
-    y = (y if up is None else y * values_of(up)).to(x.dtype)
+    y = y if up is None else y * values_of(up)
+    y = (y if weights is None else y * weights.by_row()).to(x.dtype)
     codes = [None if each is None or not encoded else encode_groups(each) for each in (x, up)]
     return Activated(y, amax_of(y), *codes)
 
@@ -89,22 +115,38 @@ def activate_transposed(
 
 @operator()
 def activate_backward(
-    dy: Tensor, x: Tensor | GroupCodes, up: Tensor | GroupCodes | None = None, *, kind: str = "silu"
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and up, side by side.
+    dy: Tensor,
+    x: Tensor | GroupCodes,
+    up: Tensor | GroupCodes | None = None,
+    *,
+    kind: str = "silu",
+    weights: RowWeights | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the gradients of x and up, side by side, and of the weights.
 
     Args:
         dy: [M, F], contiguous.
         x, up, kind: as in `activate`.
+        weights: as in `activate`; each has one row.
 
     Returns:
-        ([M, 2 F]: of x, then of up, or [M, F] without up; float32, whose largest entry is its amax).
+        ([M, 2 F]: of x, then of up, or [M, F] without up; float32, whose largest entry is its amax; [T, k] of the
+        weights' dtype, or None without weights).
     """
     y, slope = _value_and_slope(values_of(x), kind)  # f(x) again: forward keeps x, not this
-    dy = dy.float()
+    dy, dweights = dy.float(), None
+    if weights is not None:
+        values, choices = weights
+        by_row = (dy * (y if up is None else y * values_of(up))).sum(1)
+        count = values.numel()
+        # rows without a weight go behind the last
+        places = choices.masked_fill(choices < 0, count).long()
+        dweights = by_row.new_empty(count + 1).index_copy_(0, places, by_row)[:count]
+        dweights = dweights.view(values.shape).to(values.dtype)
+        dy = dy * weights.by_row()
     dx = dy * slope if up is None else torch.cat([dy * values_of(up) * slope, dy * y], 1)
     dx = dx.to(x.dtype)
-    return dx, amax_of(dx)
+    return dx, amax_of(dx), dweights
 
 
 def _value(x: Tensor, kind: str) -> Tensor:

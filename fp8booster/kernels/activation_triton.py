@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8booster.kernels.activation import CUBIC, LINEAR, Activated
+from fp8booster.kernels.activation import CUBIC, LINEAR, Activated, RowWeights
 from fp8booster.kernels.cast_triton import largest_partial, magnitude_bits
 from fp8booster.kernels.group_codes import GroupCodes, new_codes
 from fp8booster.kernels.launch import MOST_LAUNCHES, Launch, ceil_div, new_partials, processors
@@ -69,6 +69,9 @@ def activation_kernel(
     x_amaxes,  # and read where DECODE: then x and up are codes
     up_codes,
     up_amaxes,
+    weights,  # of the rows, where WEIGHTED
+    choices,  # where a row's weight lies among these, -1 where it has none
+    dweights,  # float32 [weights, column_tiles], where WEIGHTED and BACKWARD: each tile's part of their gradients
     out,  # y [rows, columns] or, where BACKWARD, the gradients of x and up, [rows, columns or twice as many]
     partials,
     rows,
@@ -79,6 +82,7 @@ def activation_kernel(
     tile_count,
     KIND: tl.constexpr,
     GATED: tl.constexpr,  # else there is no up
+    WEIGHTED: tl.constexpr,
     BACKWARD: tl.constexpr,
     ENCODE: tl.constexpr,
     DECODE: tl.constexpr,
@@ -95,10 +99,20 @@ def activation_kernel(
         if GATED:
             place = tile_place(row, column, up_stride, out)
             factors = load_tile(up, up_amaxes, place, inside, amax_at, amax_inside, DECODE, TILE_ROWS, TILE_COLUMNS)
+        if WEIGHTED:
+            # of a vector, as a column would be loaded once for each value that a thread has of a row
+            of_rows = tile // column_tiles * TILE_ROWS + tl.arange(0, TILE_ROWS)
+            choice = tl.load(choices + of_rows, mask=of_rows < rows, other=-1)
+            weight = tl.load(weights + choice, mask=choice >= 0, other=0.0).to(tl.float32)[:, None]
         if BACKWARD:
             gradient = tl.load(dy + row * columns + column, mask=inside, other=0.0).to(tl.float32)
             # y again, not read: forward kept x and up, which both gradients need anyhow
             y, slope = value_and_slope(values, KIND)
+            if WEIGHTED:
+                part = gradient * y * factors if GATED else gradient * y
+                place = dweights + choice.to(tl.int64) * column_tiles + tile % column_tiles
+                tl.store(place, tl.sum(part, 1), mask=choice >= 0)
+                gradient *= weight
             if GATED:
                 dx = (gradient * factors * slope).to(out.dtype.element_ty)
                 dup = (gradient * y).to(out.dtype.element_ty)
@@ -115,6 +129,8 @@ def activation_kernel(
             y = value_of(values, KIND)
             if GATED:
                 y *= factors
+            if WEIGHTED:
+                y *= weight
             y = y.to(out.dtype.element_ty)
             tl.store(out + row * columns + column, y, mask=inside)
             largest = tl.maximum(largest, magnitude_bits(y))
@@ -173,43 +189,57 @@ def _run(
     x: Tensor | GroupCodes,
     up: Tensor | GroupCodes | None,
     kind: str,
+    weights: RowWeights | None,
     out: Tensor,
     written: tuple[GroupCodes, ...] = (),
-) -> Tensor:
-    """Launch over [M, F] and return the partial maxima of what is written."""
+) -> tuple[Tensor, Tensor | None]:
+    """Launch over [M, F] and return the partial maxima of what is written, and the gradient of the weights."""
     # pointers that are not read need some tensor
-    gated, encoded = up is not None, isinstance(x, GroupCodes)
+    gated, encoded, backward = up is not None, isinstance(x, GroupCodes), dy is not None
     up = up if gated else x
     codes = (*x, *up) if encoded else (*written[0], *written[-1]) if written else (out,) * 4
     x, up = (x.codes, up.codes) if encoded else (x, up)
-    flags = {"GATED": gated, "BACKWARD": dy is not None, "ENCODE": bool(written), "DECODE": encoded}
-    launch, programs = _launch(x.shape, (x.stride(0), up.stride(0)), out.device, KIND=kind, **flags)
+    flags = {"GATED": gated, "WEIGHTED": weights is not None, "BACKWARD": backward}
+    flags |= {"ENCODE": bool(written), "DECODE": encoded}
+    launch, programs, column_tiles = _launch(x.shape, (x.stride(0), up.stride(0)), out.device, KIND=kind, **flags)
     partials = new_partials(programs, out)
-    launch(out if dy is None else dy, x, up, *codes, out, partials)
-    return partials
+    dweights = partials
+    if weights is not None and backward:
+        dweights = partials.new_empty(weights.values.numel(), column_tiles)
+    of_rows = (out, out) if weights is None else weights
+    launch(dy if backward else out, x, up, *codes, *of_rows, dweights, out, partials)
+    if dweights is partials:
+        return partials, None
+    return partials, dweights.sum(1).view(weights.values.shape).to(weights.values.dtype)
 
 
 @functools.lru_cache(maxsize=MOST_LAUNCHES)
 def _launch(
     shape: torch.Size, strides: tuple[int, int], device: torch.device, **constants: bool | str
-) -> tuple[Launch, int]:
-    """Return the launch of `activation_kernel` and its number of programs."""
+) -> tuple[Launch, int, int]:
+    """Return the launch of `activation_kernel`, its number of programs, and that of the tiles of a row."""
     rows, columns = shape
     column_tiles = ceil_div(columns, TILE_COLUMNS)
     tile_count = column_tiles * ceil_div(rows, TILE_ROWS)
     programs = min(tile_count, PROGRAMS * processors(device))
     numbers = (rows, columns, *strides, column_tiles, tile_count)
     tile = {"TILE_ROWS": TILE_ROWS, "TILE_COLUMNS": TILE_COLUMNS}
-    return Launch(activation_kernel, programs, numbers, **constants, **tile), programs
+    return Launch(activation_kernel, programs, numbers, **constants, **tile), programs, column_tiles
 
 
 def activate_triton(
-    x: Tensor | GroupCodes, up: Tensor | GroupCodes | None = None, *, kind: str = "silu", encoded: bool = False
+    x: Tensor | GroupCodes,
+    up: Tensor | GroupCodes | None = None,
+    *,
+    kind: str = "silu",
+    encoded: bool = False,
+    weights: RowWeights | None = None,
 ) -> Activated:
     """Compute `activate`."""
     y = (x if isinstance(x, Tensor) else x.amaxes).new_empty(x.shape)
     written = tuple(new_codes(y) for each in (x, up) if each is not None) if encoded else ()
-    return Activated(y, _run(None, x, up, kind, y, written), *(*written, None, None)[:2])
+    amaxes, _ = _run(None, x, up, kind, weights, y, written)
+    return Activated(y, amaxes, *(*written, None, None)[:2])
 
 
 def activate_transposed_triton(
@@ -233,9 +263,14 @@ def activate_transposed_triton(
 
 
 def activate_backward_triton(
-    dy: Tensor, x: Tensor | GroupCodes, up: Tensor | GroupCodes | None = None, *, kind: str = "silu"
-) -> tuple[Tensor, Tensor]:
-    """Compute `activate_backward`."""
+    dy: Tensor,
+    x: Tensor | GroupCodes,
+    up: Tensor | GroupCodes | None = None,
+    *,
+    kind: str = "silu",
+    weights: RowWeights | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Compute `activate_backward`; weights' gradients are summed in another order."""
     rows, columns = dy.shape
     dx = dy.new_empty((rows, columns if up is None else 2 * columns), dtype=x.dtype)
-    return dx, _run(dy, x, up, kind, dx)
+    return dx, *_run(dy, x, up, kind, weights, dx)

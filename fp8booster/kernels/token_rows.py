@@ -1,9 +1,10 @@
-"""Sums of the rows that belong to a token, each times a weight: what a token's experts make of it.
+"""Tokens as the rows of their experts, and sums of the rows that belong to a token, each times a weight.
 
-    y[t] = sum over j of weights[t, j] * rows[places[t, j]]
+    rows[r] = tokens[choices[r] // k]                               choice t k + j is the j-th expert of token t
+    y[t] = sum over j of weights[t, j] * rows[places[t, j]]         places[t, j] = r where choices[r] = t k + j
 
-A product is rounded to the dtype that torch gives it, a sum is FP32 and rounded once. On a GPU each way is one launch
-that reads and writes every row once.
+A product is rounded to the dtype that torch gives it, a sum is FP32 and rounded once. On a GPU each is one launch that
+reads and writes every row once.
 """
 
 from __future__ import annotations
@@ -11,7 +12,32 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fp8booster.kernels.cast import in_layouts
 from fp8booster.kernels.operators import operator
+
+
+@operator(rounds_to_fp8=True)
+def gather_rows(
+    tokens: Tensor, choices: Tensor, of_token: int, *, plain: bool = True, transposed: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return rows of FP8 tokens, in the layouts that products read.
+
+    Bytes are moved: what is cast once for each token has the same bytes in each of its rows.
+
+    Args:
+        tokens: [T, C] FP8, contiguous, of one row at least.
+        choices: int32 [M], contiguous: which choice of a token each row is; -1 where it pads, for a row of zeros.
+        of_token: the choices of a token, k.
+        plain: give the rows as they lie.
+        transposed: give their transpose too, or alone.
+
+    Returns:
+        ([M, C] or empty, [C, M] or empty), FP8, contiguous.
+    """
+    sources = choices.clamp(min=0).div(of_token, rounding_mode="floor")
+    # through uint8: torch copies few FP8 tensors on CPU
+    rows = tokens.view(torch.uint8).index_select(0, sources).masked_fill_((choices < 0).unsqueeze(1), 0)
+    return in_layouts(rows.view(tokens.dtype), plain=plain, transposed=transposed)
 
 
 @operator()

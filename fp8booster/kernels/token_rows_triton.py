@@ -1,4 +1,4 @@
-"""Sums of tokens' rows on a GPU: one launch each way."""
+"""Rows of tokens and their sums on a GPU: one launch each."""
 
 from __future__ import annotations
 
@@ -7,10 +7,64 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fp8booster.kernels.cast_triton import as_bytes
 from fp8booster.kernels.launch import ceil_div, launch
+from fp8booster.kernels.tiles_triton import tile_inside
 
 LARGEST_BLOCK = 4096  # values of a row that a program has in registers at once
 WARPS = 4
+
+
+@triton.jit
+def as_pairs(pointer):
+    """Return a pointer to FP8 values as one to pairs of bytes."""
+    return pointer.to(tl.pointer_type(tl.uint16), bitcast=True)
+
+
+@triton.jit
+def halves(pairs):
+    """Return the first and the second bytes of pairs."""
+    # Widened once for each: Triton then moves pairs between threads, by Hopper's transposition of 16-bit values. What
+    # is widened once for both stays where it is, and bytes move one by one.
+    first = (pairs.to(tl.uint32) & 0xFF).to(tl.uint8)
+    second = (pairs.to(tl.int16, bitcast=True).to(tl.int32) >> 8).to(tl.uint8)
+    return first, second
+
+
+@triton.jit
+def gather_rows_kernel(
+    source,  # FP8 [tokens, 2 pairs]
+    choices,
+    plain,  # FP8 [rows, 2 pairs]
+    transpose,  # FP8 [2 pairs, rows]
+    rows,
+    pairs,
+    of_token,
+    pair_tiles,
+    PLAIN: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_PAIRS: tl.constexpr,
+):
+    """Each program moves one tile of rows into the layouts asked for.
+
+    Bytes are moved by pairs, whatever the format: Hopper transposes 16 bits at a time, and bytes one by one.
+    """
+    row, pair, inside = tile_inside(tl.program_id(0), rows, pairs, pair_tiles, TILE_ROWS, TILE_PAIRS)
+    # of a vector: a column has as many copies in a thread as the tile has values in a row of it
+    of_rows = tl.program_id(0) // pair_tiles * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    choice = tl.load(choices + of_rows, mask=of_rows < rows, other=-1)[:, None]
+    token = (choice // of_token).to(tl.int64)
+    # zeros where a row pads, for wgrad sums over it
+    bits = tl.load(as_pairs(source) + token * pairs + pair, mask=inside & (choice >= 0), other=0)
+    if PLAIN:
+        tl.store(as_pairs(plain) + row * pairs + pair, bits, mask=inside)
+    if TRANSPOSED:
+        first, second = halves(bits)
+        place = as_bytes(transpose) + tl.trans(2 * pair.to(tl.int64) * rows + row)
+        inside = tl.trans(inside)
+        tl.store(place, tl.trans(first), mask=inside)
+        tl.store(place + rows, tl.trans(second), mask=inside)
 
 
 @triton.jit
@@ -72,6 +126,33 @@ def sum_rows_backward_kernel(
             values = values.to(x.dtype.element_ty).to(tl.float32)
         total += values
     tl.store(dweights + choice, tl.sum(total, 0).to(dweights.dtype.element_ty))
+
+
+_TALL, _WIDE = (128, 64, 8), (16, 256, 4)  # rows, pairs, warps: a tall tile fills whole lines of the transpose, too
+
+
+def gather_rows_triton(
+    tokens: Tensor, choices: Tensor, of_token: int, *, plain: bool = True, transposed: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Compute `gather_rows`, byte for byte."""
+    rows, columns = len(choices), tokens.shape[1]
+    pairs = columns // 2
+    data = tokens.new_empty((rows, columns) if plain else (0,))
+    transpose = tokens.new_empty((columns, rows) if transposed else (0,))
+    tile_rows, tile_pairs, warps = _TALL if transposed else _WIDE
+    pair_tiles = ceil_div(pairs, tile_pairs)
+    launch(
+        gather_rows_kernel,
+        pair_tiles * ceil_div(rows, tile_rows),
+        (tokens, choices, data, transpose),
+        (rows, pairs, of_token, pair_tiles),
+        num_warps=warps,
+        PLAIN=plain,
+        TRANSPOSED=transposed,
+        TILE_ROWS=tile_rows,
+        TILE_PAIRS=tile_pairs,
+    )
+    return data, transpose
 
 
 def _constants(rows: Tensor, places: Tensor, weights: Tensor | None) -> dict[str, object]:

@@ -71,7 +71,7 @@ def norm_cases(device: torch.device, shapes: list[tuple[int, int]]) -> Iterator[
 
 
 def activation_cases(device: torch.device, shapes: list[tuple[int, int]]) -> Iterator[Case]:
-    """Activations, forward and backward: gated by a tensor, by a half of the same, by codes, and alone."""
+    """Activations, forward and backward: gated by a tensor, half of the same or codes, and alone; with weights."""
     for ((rows, columns), dtype), kind in product(zip(shapes, _dtypes(len(shapes)), strict=True), activation.KINDS):
         both = 3 * _random(rows, 2 * columns, dtype=dtype, device=device)
         dy = _random(rows, columns, dtype=dtype, device=device)
@@ -83,26 +83,37 @@ def activation_cases(device: torch.device, shapes: list[tuple[int, int]]) -> Ite
             "one": halves[:1],
             "codes of one": [encode_groups(halves[0])],
         }
-        for source, parts in sources.items():
-            name = f"{rows} x {columns} {dtype} {source}"
+        weights = [None, *(row_weights(rows, each, device) for each in (dtype, torch.float32))]
+        for (source, parts), of_rows in product(sources.items(), weights):
+            how = {"kind": kind, "weights": of_rows}
+            name = f"{rows} x {columns} {dtype} {source} weights {None if of_rows is None else of_rows.values.dtype}"
 
-            def forward(parts=parts, kind=kind):
-                made = _triton("activation").activate_triton(*parts, kind=kind)
+            def forward(parts=parts, how=how):
+                made = _triton("activation").activate_triton(*parts, **how)
                 return [made.y], made.amax
 
-            def forward_reference(parts=parts, kind=kind):
-                return [activation.activate.reference(*parts, kind=kind).y]
+            def forward_reference(parts=parts, how=how):
+                return [activation.activate.reference(*parts, **how).y]
 
             yield f"{kind} {name}", forward, forward_reference
 
-            def backward(dy=dy, parts=parts, kind=kind):
-                dx, amax = _triton("activation").activate_backward_triton(dy, *parts, kind=kind)
-                return [dx], amax
+            def backward(dy=dy, parts=parts, how=how):
+                dx, amax, dweights = _triton("activation").activate_backward_triton(dy, *parts, **how)
+                return [dx] if dweights is None else [dx, dweights], amax
 
-            def backward_reference(dy=dy, parts=parts, kind=kind):
-                return [activation.activate_backward.reference(dy, *parts, kind=kind)[0]]
+            def backward_reference(dy=dy, parts=parts, how=how):
+                dx, _, dweights = activation.activate_backward.reference(dy, *parts, **how)
+                return [dx] if dweights is None else [dx, dweights]
 
             yield f"{kind}, backward {name}", backward, backward_reference
+
+
+def row_weights(rows: int, dtype: torch.dtype, device: torch.device) -> activation.RowWeights:
+    """One weight for each of some rows, in any order; the others have none. If there is one row, that has one."""
+    order = torch.randperm(rows, dtype=torch.int32, device=device)
+    count = max(1, rows * 2 // 3)
+    values = _random(count, 1, dtype=dtype, device=device)
+    return activation.RowWeights(values, order.masked_fill(order >= count, -1))
 
 
 PAIRS = {

@@ -91,8 +91,29 @@ def test_an_activation_is_that_of_torch_and_its_backward_what_autograd_derives(k
     parts = [leaf.detach().float() for leaf in leaves]
     found = activation.activate(*parts, kind=kind).y.double()
     torch.testing.assert_close(found, y.detach(), rtol=1e-5, atol=1e-5)
-    found, _ = activation.activate_backward(dy.float(), *parts, kind=kind)
+    found, _, _ = activation.activate_backward(dy.float(), *parts, kind=kind)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_weights_of_rows_multiply_an_activation_and_get_what_autograd_derives(gated: bool) -> None:
+    torch.manual_seed(0)
+    dy, *leaves = (torch.randn(6, 40, dtype=torch.float64) for _ in range(2 + gated))
+    values = torch.randn(2, 2, dtype=torch.float64)
+    choices = torch.tensor([2, -1, 0, 1, -1, 3], dtype=torch.int32)
+    leaves, values = [leaf.requires_grad_() for leaf in leaves], values.requires_grad_()
+    own = choices >= 0
+    factors = torch.zeros(6, dtype=torch.float64).masked_scatter(own, values.flatten()[choices[own]])
+    y = F.silu(leaves[0]) * (leaves[1] if gated else 1) * factors[:, None]
+    *of_parts, dvalues = torch.autograd.grad(y, [*leaves, values], dy)
+    parts = [leaf.detach().float() for leaf in leaves]
+    weights = activation.RowWeights(values.detach().float(), choices)
+    found = activation.activate(*parts, weights=weights).y
+    assert not found[~own].any()
+    torch.testing.assert_close(found.double(), y.detach(), rtol=1e-5, atol=1e-5)
+    dx, _, dweights = activation.activate_backward(dy.float(), *parts, weights=weights)
+    torch.testing.assert_close(dx.double(), torch.cat(of_parts, 1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(dweights.double(), dvalues, rtol=1e-5, atol=1e-5)
 
 
 def test_the_references_of_sums_are_what_autograd_derives() -> None:

@@ -16,7 +16,8 @@ FLOATS = ("inverse_rms", "partials", "weights", "dweights", "dbiases", "inverse_
 PLAIN = {"BIAS": False, "CENTERED": False, "UNIT_OFFSET": False}
 LAYER_NORM = {"BIAS": True, "CENTERED": True, "UNIT_OFFSET": False, "ENCODE": False, "DECODE": False}
 ENCODED = {"EPS": 1e-5, "RESIDUAL": True, "ENCODE": True, "BLOCK": 4096, **PLAIN}
-TILE = {"KIND": "silu", "GATED": True, "TILE_ROWS": 2, "TILE_COLUMNS": 1024}
+TILE = {"KIND": "silu", "GATED": True, "WEIGHTED": False, "TILE_ROWS": 2, "TILE_COLUMNS": 1024}
+WEIGHTED = TILE | {"WEIGHTED": True, "ENCODE": False, "DECODE": False}
 OF_CODES = TILE | {"ENCODE": False, "DECODE": True}
 CAST = {"E4M3": True, "LIMIT": 448.0, "POWER_OF_TWO": False, "PARTIALS_BLOCK": 2048}
 TRANSPOSED = {"TILE_ROWS": 64, "TILE_COLUMNS": 128, "UNIT_OFFSET": False, "DECODE": False, **CAST}
@@ -31,7 +32,9 @@ class Types(dict):
     def __missing__(self, name: str) -> str:
         if name == "places":
             return "*i64"
-        if name == "transpose":
+        if name == "choices":
+            return "*i32"
+        if name in ("source", "plain", "transpose"):
             return "*fp8e4nv"
         if name.endswith("codes"):
             return "*i8"
@@ -57,6 +60,8 @@ CASES = {
     "layer norm's backward": (row_norm_triton.row_norm_backward_kernel, ENCODED | LAYER_NORM, 8),
     "norm's backward": (row_norm_triton.row_norm_backward_kernel, ENCODED | {"DECODE": False}, 8),
     "SwiGLU": (activation_triton.activation_kernel, TILE | {"BACKWARD": False, "ENCODE": False, "DECODE": False}, 4),
+    "weighted SwiGLU": (activation_triton.activation_kernel, WEIGHTED | {"BACKWARD": False}, 4),
+    "weighted SwiGLU's backward": (activation_triton.activation_kernel, WEIGHTED | {"BACKWARD": True}, 4),
     "SwiGLU that encodes": (
         activation_triton.activation_kernel,
         TILE | {"BACKWARD": False, "ENCODE": True, "DECODE": False},
@@ -95,6 +100,16 @@ CASES = {
     "rope of groups, backward": (rope_triton.rotate_back_kernel, ROPE | {"GROUPED": True, "PARTIAL": True}, 4),
     "rope of the last places": (rope_triton.rotate_kernel, ROPE | {"INTERLEAVED": True, "LAST": True}, 4),
     "rope of the last places, backward": (rope_triton.rotate_back_kernel, ROPE | {"LAST": True, "PARTIAL": True}, 4),
+    "rows of tokens": (
+        token_rows_triton.gather_rows_kernel,
+        {"PLAIN": True, "TRANSPOSED": False, "TILE_ROWS": 16, "TILE_PAIRS": 256},
+        4,
+    ),
+    "rows of tokens and their transpose": (
+        token_rows_triton.gather_rows_kernel,
+        {"PLAIN": True, "TRANSPOSED": True, "TILE_ROWS": 128, "TILE_PAIRS": 64},
+        8,
+    ),
     "sums of tokens' rows": (
         token_rows_triton.sum_rows_kernel,
         {"WEIGHTED": False, "OF_TOKEN": 2, "ROUNDED": False, "BLOCK": 2048},

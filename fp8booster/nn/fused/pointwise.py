@@ -16,6 +16,7 @@ from fp8booster.config import FP8Config
 from fp8booster.kernels import activation as activation_kernel
 from fp8booster.kernels import rope as rope_kernel
 from fp8booster.kernels import row_norm as row_norm_kernel
+from fp8booster.kernels.activation import RowWeights
 from fp8booster.kernels.group_codes import GroupCodes, values_of
 from fp8booster.nn.linear.functional import once_differentiable, unaliased, unsafe_view
 from fp8booster.nn.weights.delivered import Recipe, deliver_amax, deliver_recipe
@@ -289,11 +290,14 @@ def latent_heads(
 
 class _Activation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kind: str, gated: bool, saving: Saving) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, values: Tensor | None, choices: Tensor | None, kind: str, gated: bool, saving: Saving
+    ) -> Tensor:
         parts = _parts((x,), gated)
-        made = activation_kernel.activate(*parts, kind=kind, encoded=saving.in_8_bits)
+        weights = None if values is None or choices is None else RowWeights(values, choices)
+        made = activation_kernel.activate(*parts, kind=kind, encoded=saving.in_8_bits, weights=weights)
         kept = (x,) if made.x is None else _saved(parts, (made.x, made.up)[: len(parts)])
-        ctx.save_for_backward(*kept)
+        ctx.save_for_backward(values, choices, *kept)
         ctx.kind, ctx.gated = kind, gated
         y = unsafe_view(made.y, (*x.shape[:-1], made.y.shape[1]))
         if saving.recompute:
@@ -306,9 +310,11 @@ class _Activation(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple:
         rows = dy.reshape(-1, dy.shape[-1]).contiguous()
-        parts = _parts(ctx.saved_tensors, ctx.gated)
-        dx, amax = activation_kernel.activate_backward(rows, *parts, kind=ctx.kind)
-        return deliver_amax(dx.view(*dy.shape[:-1], dx.shape[1]), amax), None, None, None
+        values, choices, *kept = ctx.saved_tensors
+        weights = None if values is None else RowWeights(values, choices)
+        parts = _parts(kept, ctx.gated)
+        dx, amax, dvalues = activation_kernel.activate_backward(rows, *parts, kind=ctx.kind, weights=weights)
+        return deliver_amax(dx.view(*dy.shape[:-1], dx.shape[1]), amax), dvalues, None, None, None, None
 
 
 def _parts(saved: Sequence[Tensor], gated: bool) -> Sequence[Any]:
@@ -329,7 +335,9 @@ def _activated_transpose(kind: str, gated: bool, amax: Tensor, *saved: Tensor, *
     return activation_kernel.activate_transposed(*_parts(saved, gated), kind=kind, amax=amax, **cast)
 
 
-def activate(x: Tensor, kind: str = "silu", *, gated: bool = False, saving: Saving = PLAIN) -> Tensor:
+def activate(
+    x: Tensor, kind: str = "silu", *, gated: bool = False, saving: Saving = PLAIN, weights: RowWeights | None = None
+) -> Tensor:
     """Return `f(x)` or, gated, `f(gate) * up`, [..., F]; see `kernels.activation`.
 
     Args:
@@ -337,5 +345,7 @@ def activate(x: Tensor, kind: str = "silu", *, gated: bool = False, saving: Savi
         kind: "silu", "gelu_tanh" or "gelu".
         gated: x has gate and up.
         saving: how x is kept for backward; with `recompute` the product that reads what is returned saves none of it.
+        weights: multiply the rows of a matrix x, and get gradients; not with `recompute`. None: they are 1.
     """
-    return _Activation.apply(x, kind, gated, saving if torch.is_grad_enabled() else PLAIN)
+    values, choices = (None, None) if weights is None else weights
+    return _Activation.apply(x, values, choices, kind, gated, saving if torch.is_grad_enabled() else PLAIN)
