@@ -121,9 +121,9 @@ COLUMNS = [
 ]
 NOTE = (
     "One linear layer of all experts, called from Python through autograd: median [10th-90th percentile] of the "
-    "rounds. Tokens lie sorted by expert; the grouped FP8 product gets them with the zeros that it needs behind "
-    "each expert's, which laying tokens out writes as it goes (`nn.experts.grouped`), while expert by expert puts the "
-    "results together, as `nn.experts.run_experts` does. Casts of inputs and gradients are included, those of weights "
+    "rounds. Tokens lie sorted by expert; the grouped FP8 product lays them out with the zeros that it needs behind "
+    "each expert's, and its results as the tokens were, while expert by expert puts the results together, as "
+    "`nn.experts.run_experts` does. Casts of inputs and gradients are included, those of weights "
     "where it says so. Expert by expert, gradients are E5M2 and each expert's tensors have a scale; grouped, all "
     "is E4M3, for the kernel takes no other, and all experts share a scale. fprop is that of training, which "
     "keeps what backward needs. Errors: the largest difference from FP32 over the largest value. Rates count no "

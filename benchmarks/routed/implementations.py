@@ -1,7 +1,7 @@
 """Implementations of the products of all experts: expert by expert, or in one grouped product, in BF16 or in FP8.
 
 Grouped products: `torch._grouped_mm` and `torch._scaled_grouped_mm` (`kernels.grouped_product`) take rows sorted by
-expert and where each expert's rows end; the FP8 one takes them padded.
+expert and where each expert's rows end; the FP8 one lays them out padded.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from torch.autograd.function import once_differentiable
 
 from benchmarks.routed.work import Products, Work
 from fp8booster import FP8Config, convert_to_fp8
+from fp8booster.nn.experts import grouped_linear
 from fp8booster.nn.experts.dispatch import run_experts
-from fp8booster.nn.experts.grouped_linear import GroupedWeight, cast_experts, grouped_linear
+from fp8booster.nn.experts.grouped_linear import GroupedWeight, cast_experts
 from fp8booster.nn.weights.casting import Casts
 
 CONFIG = FP8Config(layers=lambda *_: True, always=True)
@@ -35,7 +36,7 @@ class Implementation(ABC):
 
     @abstractmethod
     def compute(self, x: torch.Tensor) -> torch.Tensor:
-        """Differentiable: rows by expert [T, K] to [T, N], padded where `self.x` is."""
+        """Differentiable: rows by expert, [T, K] to [T, N]."""
 
     def forward(self) -> torch.Tensor:
         """As in training: what backward needs is made and kept."""
@@ -133,9 +134,9 @@ class FP8Grouped(Implementation):
 
     def __init__(self, work: Work) -> None:
         super().__init__(work)
-        self.x, self.dy = work.padded(work.x), work.padded(work.dy)
         self.weights = [nn.Parameter(weight) for weight in work.weight]
-        self.groups = work.padded_groups()
+        layout = work.layout()
+        self.how = grouped_linear.Products(layout.groups, Casts(CONFIG), reads=layout, sums=layout)
         self.cast = self.cast_weights()
 
     def cast_weights(self) -> GroupedWeight:
@@ -147,11 +148,7 @@ class FP8Grouped(Implementation):
         return self.weights
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
-        return grouped_linear(x, self.weights, self.cast, self.groups, Casts(CONFIG))
-
-    def products(self) -> Products:
-        y, dx, dw = super().products()
-        return Products(self.work.without_padding(y), self.work.without_padding(dx), dw)
+        return grouped_linear.grouped_linear(x, self.weights, self.cast, self.how)
 
 
 class FP8GroupedCold(FP8Grouped):

@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from fp8booster.kernels.grouped_product import Groups
 from fp8booster.nn.experts.host_copy import HostCopy
-from fp8booster.nn.experts.row_layout import RowLayout, permute, unpermute
+from fp8booster.nn.experts.row_layout import RowLayout
 
 
 @dataclass(frozen=True)
@@ -103,17 +102,9 @@ class Work:
         """int32 [E]: where each expert's tokens end."""
         return torch.tensor(self.loads, device=self.x.device).cumsum(0).to(torch.int32)
 
-    def padded_groups(self) -> Groups:
-        """Each expert's rows in `padded` tensors."""
-        return self._layout().groups
-
-    def padded(self, rows: torch.Tensor) -> torch.Tensor:
-        """[T16, ...]: rows with zeros behind those of each expert, to a multiple of 16 and at least 16 of them."""
-        return permute(rows, self._layout())
-
-    def without_padding(self, padded: torch.Tensor) -> torch.Tensor:
-        """Undo `padded`."""
-        return unpermute(padded, self._layout())
+    def layout(self) -> RowLayout:
+        """Where grouped FP8 products have the tokens."""
+        return RowLayout.of_senders(self.counts.on_device, len(self.x))
 
     def reference(self) -> Products:
         """In FP32, expert by expert."""
@@ -123,9 +114,6 @@ class Work:
             parts.append((x @ w.t(), dy @ w, dy.t() @ x))
         y, dx, dw = zip(*parts, strict=True)
         return Products(torch.cat(y), torch.cat(dx), torch.stack(dw))
-
-    def _layout(self) -> RowLayout:
-        return RowLayout.of(self.counts.on_device, len(self.x))
 
 
 def relative_errors(found: Products, exact: Products) -> dict[str, float]:

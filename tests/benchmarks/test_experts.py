@@ -90,15 +90,6 @@ def test_every_way_computes_the_products_on_a_gpu(name: str) -> None:
     assert way.forward().is_cuda
 
 
-def test_padding_comes_off_again() -> None:
-    work = Work.random(LAYERS["tiny"], 50, torch.device("cpu"))
-    padded = work.padded(work.x)
-    assert len(padded) == work.padded_groups().ends[-1]
-    assert torch.equal(work.without_padding(padded), work.x)
-    assert padded.count_nonzero() == work.x.count_nonzero()
-    assert all(end % 16 == 0 for end in work.padded_groups().ends.tolist())
-
-
 def test_errors_are_seen() -> None:
     work = Work.random(LAYERS["tiny"], 50, torch.device("cpu"))
     exact = work.reference()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8booster.nn.experts.fp8_experts import FP8Experts
-from fp8booster.nn.experts.routing import Routes, count_rows, spread, weighted_sum
+from fp8booster.nn.experts.row_layout import RowLayout
 from fp8booster.nn.fused.activations import fused_kind
 from fp8booster.nn.fused.trials import STAND_INS, computes, numbers, on_numbers
 from fp8booster.nn.modules import cached_by_class, change_class, mixed_class, must_be_called
@@ -45,7 +45,8 @@ class BatchedExperts(FP8Experts):
         (rows,) = args
         experts = len(self.gate_up_proj)
         counts = torch.full((1, experts), len(rows) // experts, dtype=torch.int64, device=rows.device)
-        return self.on_rows(rows, counts).to(rows.dtype)
+        layout = RowLayout.of_senders(counts, len(rows))
+        return self.on_rows(rows, layout, layout).to(rows.dtype)
 
     @property
     def _fused_kind(self) -> str | None:
@@ -96,11 +97,9 @@ class ScaledMixture(nn.Module):
             likeliest, chosen = found.topk(self.top_k)
             factors = likeliest.float().sigmoid().to(tokens.dtype)
             told = factors.new_zeros(found.shape).scatter(1, chosen, factors).t()
-        routes = Routes.of(chosen, len(experts.gate_up_proj))
-        of_rows = torch.zeros_like(factors).flatten().scatter(0, routes.places.flatten(), factors.flatten())
-        rows = spread(tokens, routes) * of_rows.unsqueeze(1)
-        made = experts.on_rows(rows, count_rows(chosen, len(experts.gate_up_proj)).view(1, -1))
-        mixed = weighted_sum(made, torch.ones_like(factors), routes).to(tokens.dtype)
+        layout = RowLayout.of_choices(chosen, len(experts.gate_up_proj))
+        scaled = (tokens.unsqueeze(1) * factors.unsqueeze(2)).view(-1, tokens.shape[1])
+        mixed = experts.on_rows(scaled, layout.by_choice(), layout).to(tokens.dtype)
         return self.shared_expert(tokens) + mixed, told
 
 

@@ -1,7 +1,7 @@
 """Experts in two parameters of three dimensions, as models of transformers 5 have them, in grouped FP8 products.
 
     gate_up_proj [G, 2 I, H], down_proj [G, H, I]      of G experts; up_proj [G, I, H] without a gate
-    tokens -- laid out by expert --> up --> activation --> down -- weighted sum of a token's rows --> tokens
+    tokens -- cast, laid out by expert --> up --> activation, times the router's weights --> down -- summed --> tokens
 
 transformers tells by attributes of the module how to compute them, whatever its implementation
 (`experts_implementation`): whether weights are transposed ([G, H, 2 I] and [G, I, H]), whether there are biases, gates
@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from fp8booster.config import FP8Config
+from fp8booster.kernels.activation import RowWeights
 from fp8booster.kernels.device import require_fp8
-from fp8booster.nn.experts import routing
 from fp8booster.nn.experts.row_layout import RowLayout
 from fp8booster.nn.experts.stack import StackedParameter, pays, run_stacks, why_not_bf16, why_not_stacked
 from fp8booster.nn.fused.activations import fused_kind
@@ -218,44 +218,64 @@ class FP8Experts(nn.Module):
 
     def _in_grouped_products(self, *args: torch.Tensor) -> torch.Tensor:
         tokens, chosen, weights = args
-        experts = len(getattr(self, _DOWN))
-        routes = routing.Routes.of(chosen, experts)
-        rows = routing.spread(tokens.to(torch.bfloat16), routes)
-        counts = routing.count_rows(chosen, experts).view(1, -1)
-        owners = None
-        if self.has_bias:
-            owners = chosen.new_empty(chosen.numel()).scatter_(0, routes.places.view(-1), chosen.reshape(-1))
-        rows = self.on_rows(rows, counts, owners)
-        if vars(self).get("has_post_expert_norm"):
-            norm: Any = self.post_expert_norm
-            rows = norm(rows).to(rows.dtype)
-        return routing.weighted_sum(rows, weights, routes).to(tokens.dtype)
+        layout = RowLayout.of_choices(chosen, len(getattr(self, _DOWN)))
+        if not vars(self).get("has_post_expert_norm"):
+            return self.on_rows(tokens, layout, layout, chosen, weights).to(tokens.dtype)
+        # a norm sees the rows as they are: their weights come after it
+        rows = self.on_rows(tokens, layout, layout.by_choice(), chosen)
+        norm: Any = self.post_expert_norm
+        rows = norm(rows).to(rows.dtype).view(*chosen.shape, -1)
+        return (rows * weights.unsqueeze(2)).sum(1).to(tokens.dtype)
 
-    def on_rows(self, rows: torch.Tensor, counts: torch.Tensor, owners: torch.Tensor | None = None) -> torch.Tensor:
-        """Return what experts make of rows, where `runs_on` is true.
+    def on_rows(
+        self,
+        tokens: torch.Tensor,
+        reads: RowLayout,
+        sums: RowLayout,
+        chosen: torch.Tensor | None = None,
+        weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return what experts make of tokens, summed, where `runs_on` is true.
 
         Args:
-            rows: [T, H], sorted by expert.
-            counts: int64 [1, G], how many each expert gets.
-            owners: int64 [T], the expert of each row, for experts with biases.
+            tokens: [T, H].
+            reads, sums: as in `run_stacks`; the same where there are weights.
+            chosen: integers [T, k], the experts of each token, for experts with biases.
+            weights: [T, k] of the routers; None: 1.
 
         Returns:
-            [T, H] BF16.
+            [T, H] BF16, or [T k, H] summed by choice.
         """
         up, down = self.fp8_weights
-        layout = RowLayout.of(counts, len(rows))
-        biased = None
-        if self.has_bias and owners is not None:
-            biased = _where_biased(owners, layout, counts.shape[1])
-        up_stack, down_stack = self._stack(up, biased), self._stack(down, biased)
-        return run_stacks(rows.to(torch.bfloat16), layout, up_stack, self._activated, down_stack)
+        owners = chosen if self.has_bias else None
 
-    def _activated(self, x: torch.Tensor) -> torch.Tensor:
+        def activation(x: torch.Tensor) -> torch.Tensor:
+            if owners is not None:
+                # none where a row pads: such rows stay zeros
+                owned = x.new_zeros(len(x), len(getattr(self, up)))
+                x = self._add_bias(x, up, owned.index_put_((reads.places.flatten(), owners.flatten()), x.new_ones(())))
+            return self._activated(x, reads, weights)
+
+        y = run_stacks(tokens.to(torch.bfloat16), reads, self._stack(up), activation, self._stack(down), sums)
+        if owners is not None:
+            # what experts add is summed as they are: times the routers' weights, of which a token has few
+            shares = torch.ones_like(owners, dtype=y.dtype) if weights is None else weights.to(y.dtype)
+            owned = y.new_zeros(len(y), len(getattr(self, down)))
+            places, shares = (each.reshape(*sums.places.shape) for each in (owners, shares))
+            y = self._add_bias(y, down, owned.scatter(1, places, shares))
+        return y
+
+    def _activated(self, x: torch.Tensor, layout: RowLayout, weights: torch.Tensor | None) -> torch.Tensor:
         kind = self._fused_kind
         if kind is not None:
             saving = Saving(in_8_bits=self.fp8_config.saves_in_8_bits)
-            return activate(x, kind, gated=self._is_gated, saving=saving)
-        return self._own_activation(x).to(torch.bfloat16)
+            of_rows = None if weights is None else RowWeights(weights.contiguous(), layout.choices)
+            return activate(x, kind, gated=self._is_gated, saving=saving, weights=of_rows)
+        y = self._own_activation(x)
+        if weights is not None:
+            # each has one row, where its gradient is gathered from
+            y = y * weights.new_zeros(len(y)).scatter(0, layout.places.flatten(), weights.flatten()).unsqueeze(1)
+        return y.to(torch.bfloat16)
 
     @property
     def _fused_kind(self) -> str | None:
@@ -271,14 +291,14 @@ class FP8Experts(nn.Module):
         """Return what the module has between the products."""
         return self._apply_gate if self._is_gated else self.act_fn
 
-    def _stack(self, name: str, biased: torch.Tensor | None) -> StackedParameter:
-        """Return the weights of one parameter; `biased` is of `_where_biased`."""
+    def _stack(self, name: str) -> StackedParameter:
+        """Return the weights of one parameter."""
         casts = self.fp8_casts[name] if self.training else self.fp8_casts[name].evaluation
+        return StackedParameter(getattr(self, name), self.fp8_weights[name], casts)
 
-        def add_bias(y: torch.Tensor) -> torch.Tensor:
-            return y if biased is None else torch.addmm(y, biased, getattr(self, f"{name}_bias").to(y.dtype))
-
-        return StackedParameter(getattr(self, name), self.fp8_weights[name], casts, add_bias)
+    def _add_bias(self, y: torch.Tensor, name: str, shares: torch.Tensor) -> torch.Tensor:
+        """Return y, [M, N], with the experts' biases times shares, [M, G] BF16: their gradients add up in one order."""
+        return torch.addmm(y, shares, getattr(self, f"{name}_bias").to(y.dtype))
 
     def forget(self) -> None:
         """Make the FP8 copies stale."""
@@ -356,12 +376,3 @@ class ExpertWeight:
 
     def __reduce__(self) -> tuple:
         return ExpertWeight, (self._experts, self._name)
-
-
-def _where_biased(owners: torch.Tensor, layout: RowLayout, experts: int) -> torch.Tensor:
-    """One where a row is an expert's, else zero: [M, G] BF16, times which biases are added.
-
-    So the rows that pad stay zeros, and a bias's gradient is summed in one order.
-    """
-    ones = torch.zeros(layout.groups.rows, experts, dtype=torch.bfloat16, device=owners.device)
-    return ones.index_put_((layout.places, owners), ones.new_ones(()))

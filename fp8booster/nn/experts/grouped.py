@@ -1,6 +1,6 @@
 """Gated feed-forward experts, all of a rank, by grouped FP8 products instead of one by one.
 
-    tokens -- laid out by expert --> gate and up --> SwiGLU --> down -- brought back --> results
+    tokens -- cast, laid out by expert --> gate and up --> SwiGLU --> down -- brought back or summed --> results
 
 A grouped product takes one launch for all experts where one by one each takes several, which the host cannot queue as
 fast as small experts run. Where the grouped form is not right or not faster, nothing is computed here, the caller runs
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from fp8booster.config import FP8Config
+from fp8booster.kernels.activation import RowWeights
 from fp8booster.kernels.device import require_fp8
 from fp8booster.kernels.grouped_product import why_no_grouped_product
 from fp8booster.nn.experts.gated import gate_up_down, why_not_gated
@@ -108,24 +109,55 @@ class GroupedExperts:
         Args:
             tokens, counts, weight_gradient_factors, usual_rows: as in `run_experts`.
         """
-        if not all(expert.training for expert in self.experts) or torch.compiler.is_compiling():
+        if not self._run_on(tokens, len(tokens) if usual_rows is None else usual_rows):
             return None
-        reason = self._why_not(tokens, len(tokens) if usual_rows is None else usual_rows)
+        return self._computed(tokens, RowLayout.of_senders(counts.on_device, len(tokens)), weight_gradient_factors)
+
+    def mix(self, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
+        """Return the weighted sum of what each token's experts make of it, BF16, or None: run the experts one by one.
+
+        Args:
+            tokens: [T, H].
+            chosen: int64 [T, k].
+            weights: [T, k].
+        """
+        if not self._run_on(tokens, chosen.numel()):
+            return None
+        return self._computed(tokens, RowLayout.of_choices(chosen, len(self.experts)), None, weights)
+
+    def _run_on(self, tokens: torch.Tensor, rows: float) -> bool:
+        """Tell whether so many rows in all, made of tokens, are computed in grouped products; the report says why not.
+
+        In evaluation and in compiled code they are not, as is intended.
+        """
+        if not all(expert.training for expert in self.experts) or torch.compiler.is_compiling():
+            return False
+        reason = self._why_not(tokens, rows)
         if reason is not None:
             self.note(reason)
-            return None
+        return reason is None
+
+    def _computed(
+        self,
+        tokens: torch.Tensor,
+        layout: RowLayout,
+        weight_gradient_factors: Sequence[float] | torch.Tensor | None,
+        weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         gates_ups, downs = self._products()
         config = downs[0].fp8_config
         require_fp8(tokens.device, config.emulate)
         factors = _joined(weight_gradient_factors, tokens.device)
         self.fp8_casts = {name: casts.under(config) for name, casts in (self.fp8_casts or _casts(config)).items()}
-        count = len(self.experts)
+        count, saving = len(self.experts), Saving(in_8_bits=config.saves_in_8_bits)
+        of_rows = None if weights is None else RowWeights(weights.contiguous(), layout.choices)
         return run_stacks(
             tokens.to(torch.bfloat16),
-            RowLayout.of(counts.on_device, len(tokens)),
+            layout,
             StackedLayers(gates_ups, count, self.fp8_casts["gate_up"], self._gate_up, factors),
-            partial(activate, gated=True, saving=Saving(in_8_bits=config.saves_in_8_bits)),
+            partial(activate, gated=True, saving=saving, weights=of_rows),
             StackedLayers(downs, count, self.fp8_casts["down"], self._down, factors),
+            layout,
         )
 
     def _why_not(self, tokens: torch.Tensor, rows: float) -> str | None:

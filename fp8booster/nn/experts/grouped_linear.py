@@ -10,6 +10,11 @@ N output features. An expert's N may consist of P layers of N / P features that 
 Weights are stacked by rows, or lie as [G, K, N], as some models hold those of all experts: then fprop reads the
 transpose, dgrad what lies there, and wgrad is [K, M] by [N, M].
 
+Rows may be those of tokens, of which each has k (`RowLayout`). Then the tokens are cast, once each whatever k is, and
+bytes are laid out by expert: a row has no copy in 16 bits. What a product gives may be summed over the rows of a token,
+in one pass from the product's rows to tokens; the gradient is cast and laid out as the tokens are. An input keeps its
+FP8 tokens for backward, which lays them out again, transposed.
+
 The kernel multiplies E4M3 by E4M3 alone, so gradients are E4M3 here where one layer's are E5M2: three bits of mantissa
 instead of two, and values under 2^-18.8 of the largest of all experts' become zero. Inputs and gradients have one scale
 for all experts.
@@ -26,7 +31,9 @@ import torch
 from fp8booster.config import FP8Config
 from fp8booster.formats import E4M3
 from fp8booster.kernels.grouped_product import Groups, grouped_product, summed_product
+from fp8booster.kernels.token_rows import gather_rows, sum_rows
 from fp8booster.kernels.transpose import transposed
+from fp8booster.nn.experts.row_layout import RowLayout
 from fp8booster.nn.linear.functional import once_differentiable
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.source import BackwardWeight
@@ -94,33 +101,58 @@ def under_one_scale(cast: QuantizedMatrix, experts: int, is_transposed: bool = F
     return GroupedWeight.of(cast.data, cast.transpose, cast.inverse_scale.expand(experts, 1), is_transposed)
 
 
+class Products(NamedTuple):
+    """How the products of a call are computed."""
+
+    groups: Groups
+    casts: Casts
+    """Of the layers that are one product; formats are E4M3."""
+
+    weight_gradient_factors: torch.Tensor | float = 1.0
+    """Multiply the gradients of the weights, not of the input: a number or float32 [G]."""
+
+    backward_weight: BackwardWeight | None = None
+    """Backward asks it for the transpose of the weights, and holds none itself."""
+
+    reads: RowLayout | None = None
+    """Rows are laid out of tokens by this; None: they lie as the product reads them."""
+
+    sums: RowLayout | None = None
+    """Results are summed over the rows of each token; None: they stay rows."""
+
+
 def grouped_linear(
-    input: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    w: GroupedWeight,
-    groups: Groups,
-    casts: Casts,
-    weight_gradient_factors: torch.Tensor | float = 1.0,
-    backward_weight: BackwardWeight | None = None,
+    input: torch.Tensor, weights: Sequence[torch.Tensor], w: GroupedWeight, how: Products
 ) -> torch.Tensor:
     """Each expert's linear layers on its rows.
 
     Args:
-        input: [M, K] BF16; receives the input's gradient.
+        input: [M, K] BF16, or [T, K] where `how` reads tokens; receives the input's gradient. Rows that pad a group
+            must be zeros, and get gradients of zeros.
         weights: [..., K], or of transposed weights [..., N], in the order in which they lie in `w`; they receive
             gradients, and their values are not read.
         w: their FP8 copy.
-        groups: of the M rows. Those that pad a group must be zeros, and get gradients of zeros.
-        casts: of the layers that are one product; formats are E4M3.
-        weight_gradient_factors: multiply the gradients of the weights, not of the input: a number or float32 [G].
-        backward_weight: backward asks it for the transpose in `w`, and holds none itself.
+        how: groups of the M rows, casts and layouts.
 
     Returns:
-        [M, N] BF16.
+        [M, N] BF16, or [T, N] where `how` sums.
     """
     for_weight = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
-    x = casts.quantize(INPUT, input, transposed=for_weight)
-    return _GroupedLinear.apply(input, x, w, groups, casts, weight_gradient_factors, backward_weight, *weights)
+    if how.reads is None:
+        x = how.casts.quantize(INPUT, input, transposed=for_weight)
+    else:
+        x = how.casts.quantize(INPUT, _not_empty(input))
+    return _GroupedLinear.apply(input, x, w, how, *weights)
+
+
+def _not_empty(tokens: torch.Tensor) -> torch.Tensor:
+    """Return tokens, or one of zeros where there are none: kernels are not launched over nothing."""
+    return tokens if len(tokens) else tokens.new_zeros(1, tokens.shape[1])
+
+
+def _laid_out(tokens: torch.Tensor, layout: RowLayout, **layouts: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return FP8 tokens as rows, as `gather_rows` does."""
+    return gather_rows(tokens, layout.choices, layout.of_token, **layouts)
 
 
 def _by_expert(matrix: torch.Tensor, experts: int, stacked_by_rows: bool) -> torch.Tensor:
@@ -133,62 +165,64 @@ def _by_expert(matrix: torch.Tensor, experts: int, stacked_by_rows: bool) -> tor
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        input: torch.Tensor,
-        x: QuantizedMatrix,
-        w: GroupedWeight,
-        groups: Groups,
-        casts: Casts,
-        weight_gradient_factors: torch.Tensor | float,
-        backward_weight: BackwardWeight | None,
-        *weights: torch.Tensor,
+        ctx: Any, input: torch.Tensor, x: QuantizedMatrix, w: GroupedWeight, how: Products, *weights: torch.Tensor
     ) -> torch.Tensor:
-        for_input, for_weight = ctx.needs_input_grad[0], any(ctx.needs_input_grad[7:])
+        for_input, for_weight = ctx.needs_input_grad[0], any(ctx.needs_input_grad[4:])
         late = not w.transpose.numel()
         ctx.save_for_backward(
-            x.transpose if for_weight else None,
+            (x.transpose if how.reads is None else x.data) if for_weight else None,
             x.inverse_scale,
-            (w.data if late else w.transpose) if for_input and backward_weight is None else None,
+            (w.data if late else w.transpose) if for_input and how.backward_weight is None else None,
             w.inverse_scales,
         )
-        ctx.groups, ctx.casts, ctx.late, ctx.factors = groups, casts, late, weight_gradient_factors
-        ctx.for_input, ctx.backward_weight, ctx.is_transposed = for_input, backward_weight, w.is_transposed
+        ctx.how, ctx.late, ctx.for_input, ctx.is_transposed = how, late, for_input, w.is_transposed
         ctx.shapes = [weight.shape for weight in weights]
-        return grouped_product(
-            x.data,
+        y = grouped_product(
+            x.data if how.reads is None else _laid_out(x.data, how.reads)[0],
             _by_expert(w.data, len(w.fprop_scales), not w.is_transposed),
             x.inverse_scale,
             w.fprop_scales,
-            groups,
-            **casts.config.product_options["fprop"],
+            how.groups,
+            **how.casts.config.product_options["fprop"],
         )
+        return y if how.sums is None else sum_rows(y, how.sums.places)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:  # [M, N]
-        x8_transpose, x_inverse_scale, w8, w_inverse_scales = ctx.saved_tensors
-        groups = ctx.groups
-        for_input, for_weight = ctx.for_input, x8_transpose is not None
-        dy = ctx.casts.quantize(OUTPUT_GRADIENT, gradient, plain=for_input, transposed=for_weight, dtype=E4M3)
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:  # [M, N], or [T, N] of sums
+        x8, x_inverse_scale, w8, w_inverse_scales = ctx.saved_tensors
+        how, groups, config = ctx.how, ctx.how.groups, ctx.how.casts.config
+        for_input, for_weight = ctx.for_input, x8 is not None
+        layouts = {"plain": for_input, "transposed": for_weight}
+        if how.sums is None:
+            dy = how.casts.quantize(OUTPUT_GRADIENT, gradient, **layouts, dtype=E4M3)
+        else:
+            dy = how.casts.quantize(OUTPUT_GRADIENT, _not_empty(gradient), dtype=E4M3)
+            data, transpose = _laid_out(dy.data, how.sums, **layouts)
+            dy = dy._replace(data=data, transpose=transpose)
         dx: torch.Tensor | None = None
         dw: Sequence[torch.Tensor | None] = (None,) * len(ctx.shapes)
         if for_input:
-            if ctx.backward_weight is not None:
-                w8, _ = ctx.backward_weight()
+            if how.backward_weight is not None:
+                w8, _ = how.backward_weight()
             elif ctx.late:
                 w8 = transposed(w8)
             transposes = _by_expert(w8, len(w_inverse_scales), ctx.is_transposed)
-            options = _options(ctx.casts.config, "dgrad", transposes.shape[2] // w_inverse_scales.shape[1])
+            options = _options(config, "dgrad", transposes.shape[2] // w_inverse_scales.shape[1])
             dx = _dgrad(dy, transposes, w_inverse_scales, groups, options)
+            if how.reads is not None:
+                dx = sum_rows(dx, how.reads.places)
         if for_weight:
-            outputs, inputs = (dy.transpose, dy.inverse_scale), (x8_transpose, x_inverse_scale)
+            if how.reads is not None:
+                _, x8 = _laid_out(x8, how.reads, plain=False, transposed=True)
+            outputs, inputs = (dy.transpose, dy.inverse_scale), (x8, x_inverse_scale)
             (rows, scale_of_rows), (columns, scale) = (inputs, outputs) if ctx.is_transposed else (outputs, inputs)
             scales = scale_of_rows.expand(len(groups.ends))
-            options = _options(ctx.casts.config, "wgrad", UNEVEN * groups.rows // len(groups.ends))
-            whole = summed_product(rows, columns, scales * ctx.factors, scale, groups, **options)
+            options = _options(config, "wgrad", UNEVEN * groups.rows // len(groups.ends))
+            whole = summed_product(rows, columns, scales * how.weight_gradient_factors, scale, groups, **options)
             parts = whole.view(-1, whole.shape[2]).split([shape[:-1].numel() for shape in ctx.shapes])
             dw = [part.view(shape) for part, shape in zip(parts, ctx.shapes, strict=True)]
-        return dx, *(None,) * 6, *dw
+        return dx, *(None,) * 3, *dw
 
 
 def _options(config: FP8Config, name: str, length: int) -> dict[str, bool]:

@@ -49,9 +49,12 @@ class Mixture(nn.Module):
             [T, H] of the tokens' dtype.
         """
         grouped = self._experts_now()
+        mixed = grouped.mix(tokens, chosen, weights)
+        if mixed is not None:
+            return mixed.to(tokens.dtype)
         routes = Routes.of(chosen, len(grouped.experts))
         counts = HostCopy(count_rows(chosen, len(grouped.experts)).view(1, -1))
-        made = run_experts(spread(tokens, routes), counts, grouped.experts, grouped=grouped)
+        made = run_experts(spread(tokens, routes), counts, grouped.experts)
         return weighted_sum(made, weights, routes).to(tokens.dtype)
 
     @staticmethod

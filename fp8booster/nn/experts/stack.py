@@ -1,6 +1,6 @@
 """The weights of one layer of all experts of a rank, stacked for grouped products, and the experts as two of these.
 
-    rows -- laid out by expert --> up --> activation --> down -- brought back --> results
+    tokens -- cast, laid out by expert --> up --> activation, times the router's weights --> down -- summed --> tokens
 
 Where the weights lie is all that differs between experts that are modules (`grouped`) and those in parameters of three
 dimensions (`fp8_experts`).
@@ -18,8 +18,8 @@ from fp8booster.formats import E4M3
 from fp8booster.kernels.alignment import ALIGNMENT
 from fp8booster.kernels.grouped_product import Groups
 from fp8booster.kernels.transpose import transposed
-from fp8booster.nn.experts.grouped_linear import GroupedWeight, cast_experts, grouped_linear, under_one_scale
-from fp8booster.nn.experts.row_layout import RowLayout, permute, unpermute
+from fp8booster.nn.experts.grouped_linear import GroupedWeight, Products, cast_experts, grouped_linear, under_one_scale
+from fp8booster.nn.experts.row_layout import RowLayout
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.linear.speed_model import computes_in_fp8
 from fp8booster.nn.weights.casting import Casts
@@ -36,29 +36,41 @@ EXPERTS_THAT_PAY = 8
 class WeightStack(Protocol):
     """The weights of one layer of all experts."""
 
-    def product(self, x: torch.Tensor, groups: Groups) -> torch.Tensor:
+    def product(
+        self, x: torch.Tensor, groups: Groups, *, reads: RowLayout | None = None, sums: RowLayout | None = None
+    ) -> torch.Tensor:
         """Return each expert's product on its rows, [M, N] BF16, differentiable.
 
         Args:
             x: [M, K] BF16.
             groups: of the M rows.
+            reads: x are tokens, [T, K], laid out so; None: rows.
+            sums: what is returned is summed over the rows of each token, [T, N]; None: rows.
         """
 
 
 def run_stacks(
-    rows: torch.Tensor,
-    layout: RowLayout,
+    tokens: torch.Tensor,
+    reads: RowLayout,
     up: WeightStack,
     activation: Callable[[torch.Tensor], torch.Tensor],
     down: WeightStack,
+    sums: RowLayout,
 ) -> torch.Tensor:
-    """Return the results of experts on rows, [T, H], in the order of the rows."""
-    x = permute(rows, layout)
+    """Return what experts make of tokens, summed over the rows of each, BF16.
+
+    Args:
+        tokens: [T, H] BF16.
+        reads: lays them out.
+        up, down: the products.
+        activation: from rows of one to those of the other. The routers' weights are its matter: of rows that are
+            multiplied before the last product, the sum is of what that gives.
+        sums: `reads`, or the same rows by choice.
+    """
     # by one name: what autograd does not save is freed before the next one is made
-    x = up.product(x, layout.groups)
+    x = up.product(tokens, reads.groups, reads=reads)
     x = activation(x)
-    x = down.product(x, layout.groups)
-    return unpermute(x, layout)
+    return down.product(x, reads.groups, sums=sums)
 
 
 def why_not_stacked(config: FP8Config, sizes: Sequence[int], scales: str | None) -> str | None:
@@ -129,7 +141,9 @@ class StackedLayers:
     ) -> None:
         self._layers, self._experts, self._casts, self._copy, self._factors = layers, experts, casts, copy, factors
 
-    def product(self, x: torch.Tensor, groups: Groups) -> torch.Tensor:
+    def product(
+        self, x: torch.Tensor, groups: Groups, *, reads: RowLayout | None = None, sums: RowLayout | None = None
+    ) -> torch.Tensor:
         """As `WeightStack.product`."""
         weights = [layer.held_weight for layer in self._layers]
         provided = is_provided(self._layers[0])
@@ -142,7 +156,8 @@ class StackedLayers:
                 self._provided(weights) if provided else cast_experts(stack_rows(weights), self._experts, self._casts)
             )
             quantized = self._copy.put(weights, key, made)
-        return grouped_linear(x, weights, quantized, groups, self._casts, self._factors)
+        how = Products(groups, self._casts, self._factors, reads=reads, sums=sums)
+        return grouped_linear(x, weights, quantized, how)
 
     def _provided(self, weights: Sequence[torch.Tensor]) -> GroupedWeight:
         matrices = [
@@ -174,21 +189,20 @@ class StackedParameter:
         weight: [G, N, K], or [G, K, N] where the source's weights are transposed.
         source: gives its FP8 copy.
         casts: of the product.
-        add_bias: adds the experts' biases, if any, to [M, N].
     """
 
-    def __init__(
-        self, weight: torch.Tensor, source: WeightSource, casts: Casts, add_bias: Callable[[torch.Tensor], torch.Tensor]
-    ) -> None:
-        self._weight, self._source, self._casts, self._add_bias = weight, source, casts, add_bias
+    def __init__(self, weight: torch.Tensor, source: WeightSource, casts: Casts) -> None:
+        self._weight, self._source, self._casts = weight, source, casts
 
-    def product(self, x: torch.Tensor, groups: Groups) -> torch.Tensor:
+    def product(
+        self, x: torch.Tensor, groups: Groups, *, reads: RowLayout | None = None, sums: RowLayout | None = None
+    ) -> torch.Tensor:
         """As `WeightStack.product`."""
         # one scale for all experts: a product has one for each expert's block, and an engine casts a parameter whole
         weight, source, casts = self._weight, self._source, self._casts
         w = under_one_scale(source.for_call(weight, casts, x), len(weight), source.is_transposed)
-        y = grouped_linear(x, [weight], w, groups, casts, backward_weight=source.backward([weight], casts))
-        return self._add_bias(y)
+        how = Products(groups, casts, backward_weight=source.backward([weight], casts), reads=reads, sums=sums)
+        return grouped_linear(x, [weight], w, how)
 
 
 def is_provided(layer: FP8Layer) -> bool:

@@ -14,9 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8booster import FP8Config, convert_to_fp8, forget_weights, report
 from fp8booster.config import Activations, Formats, WeightCopies
-from fp8booster.formats import E5M2
+from fp8booster.formats import E4M3, E5M2
 from fp8booster.nn.experts import grouped_linear, stack
 from fp8booster.nn.experts.fp8_experts import FP8Experts
+from fp8booster.nn.experts.row_layout import RowLayout
 from fp8booster.nn.fsdp.handle import follow_resharding
 from fp8booster.nn.linear import speed_model
 from tests.kernels.grouped_stand_in import scaled_grouped_mm, stand_in
@@ -236,6 +237,84 @@ def test_sums_over_experts_are_of_the_tokens_type_and_weighed_in_that_of_the_rou
     doubled = experts(x, chosen, weights * torch.tensor([2.0, 0.0]))
     first = experts(x, chosen[:, :1].contiguous(), weights[:, :1].contiguous())
     torch.testing.assert_close(doubled, 2 * first, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("form", ["gated", "with biases", "without gates", "interleaved"])
+def test_weights_inside_err_no_more_than_weights_behind_the_products(form: str) -> None:
+    """Against FP64, where routers' weights and gradients span some octaves, of weights of BF16 and of FP32."""
+    generator = torch.Generator().manual_seed(3)
+    chosen = torch.rand(400, EXPERTS, generator=generator).topk(EACH).indices
+    x, dy = (torch.randn(400, HIDDEN, generator=generator).bfloat16() for _ in range(2))
+    dy *= torch.randn(400, 1, generator=generator).exp()
+    weights = (2 * torch.randn(400, EACH, generator=generator)).softmax(1)
+
+    def errors(way: Callable, dtype: torch.dtype) -> list[float]:
+        found, right = (
+            gradients(experts, call, given)
+            for experts, call, given in (
+                (made(form), way, (x, chosen, weights.to(dtype))),
+                (made(form, None).double(), nn.Module.__call__, (x.double(), chosen, weights.to(dtype).double())),
+            )
+        )
+        return [((found[name].double() - value).norm() / value.norm()).item() for name, value in right.items()]
+
+    def gradients(experts: nn.Module, call: Callable, given: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+        x, chosen, weights = (each.detach() for each in given)
+        x.requires_grad_(), weights.requires_grad_()
+        y = call(experts, x, chosen, weights)
+        y.backward(dy.to(y.dtype))
+        of_parameters = {name: each.grad for name, each in experts.named_parameters()}
+        return {"y": y.detach(), "x": x.grad, "router": weights.grad, **of_parameters}
+
+    def behind(experts: FP8Experts, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        layout = RowLayout.of_choices(chosen, EXPERTS)
+        rows = experts.on_rows(x, layout, layout.by_choice(), chosen).view(*chosen.shape, -1)
+        return (rows * weights.unsqueeze(2)).sum(1).to(x.dtype)
+
+    for dtype in (torch.float32, torch.bfloat16):
+        for inside, outside in zip(errors(nn.Module.__call__, dtype), errors(behind, dtype), strict=True):
+            assert inside <= 1.1 * outside
+
+
+def test_backward_keeps_tokens_once_however_many_experts_they_have() -> None:
+    kept = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype is E4M3 and HIDDEN in tensor.shape:
+            kept[tensor.data_ptr()] = tensor.shape
+        return tensor
+
+    experts, (x, chosen, weights) = made(), routed(tokens=48)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        experts(x.requires_grad_(), chosen, weights)
+    assert torch.Size([48, HIDDEN]) in kept.values()
+    assert all(48 * EACH not in shape for shape in kept.values())
+
+
+@pytest.mark.gpu
+def test_a_captured_layer_gives_what_an_eager_one_does_for_whatever_its_tokens_chose() -> None:
+    experts = made(config=FP8Config(always=True)).cuda()
+    x, chosen, weights = (each.cuda() for each in routed())
+    x.requires_grad_(), weights.requires_grad_()
+
+    def step() -> list[torch.Tensor]:
+        y = experts(x, chosen, weights)
+        return [y, *torch.autograd.grad(y.float().square().sum(), [x, weights, *experts.parameters()])]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for shift in (1, 2):
+        with torch.no_grad():
+            chosen.copy_((chosen + shift) % EXPERTS)
+        graph.replay()
+        torch.cuda.synchronize()
+        for found, expected in zip(captured, step(), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3)
 
 
 def test_weights_that_lie_transposed_give_the_same_bits() -> None:

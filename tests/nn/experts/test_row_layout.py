@@ -7,7 +7,8 @@ import random
 import pytest
 import torch
 
-from fp8booster.nn.experts.row_layout import RowLayout, permute, unpermute
+from fp8booster.kernels.grouped_product import Groups
+from fp8booster.nn.experts.row_layout import RowLayout
 
 COUNTS = {
     "one sender": [[3, 0, 40, 16]],
@@ -19,22 +20,40 @@ COUNTS = {
 }
 
 
-@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
-def test_each_expert_has_its_tokens_in_order_and_zeros(counts: list[list[int]], device: torch.device) -> None:
-    owners = [expert for sender in counts for expert, count in enumerate(sender) for _ in range(count)]
-    layout = RowLayout.of(torch.tensor(counts, device=device), len(owners))
-    tokens = torch.arange(1.0, len(owners) + 1, device=device).view(-1, 1).requires_grad_()
-    rows = permute(tokens, layout)
-    ends, before = layout.groups.ends.tolist(), 0
-    assert layout.groups.rows == len(rows) == ends[-1]
-    for expert, (end, of_group) in enumerate(zip(ends, layout.groups.slices(), strict=True)):
+def assert_lays_out(groups: Groups, choices: list[int], owners: list[int], experts: int) -> None:
+    """Each expert has its choices in order, rows of a multiple of 16 and not of 0; the last has what is spare."""
+    ends, before = groups.ends.tolist(), 0
+    assert groups.rows == len(choices) == ends[-1]
+    assert len(ends) == experts
+    for expert, (end, of_group) in enumerate(zip(ends, groups.slices(), strict=True)):
         assert of_group == slice(before, end)
         assert (end - before) % 16 == 0 < end - before
-        own = [float(number) for number, owner in enumerate(owners, 1) if owner == expert]
-        found = rows[before:end].flatten().tolist()
-        assert found == own + [0.0] * (len(found) - len(own))
-        assert len(found) - len(own) <= 16 or expert == len(ends) - 1
+        own = [number for number, owner in enumerate(owners) if owner == expert]
+        found = choices[before:end]
+        assert found == own + [-1] * (len(found) - len(own))
+        assert len(found) - len(own) <= 16 or expert == experts - 1
         before = end
-    assert torch.equal(unpermute(rows, layout), tokens)
-    (gradient,) = torch.autograd.grad((rows * torch.arange(len(rows), device=device).view(-1, 1)).sum(), tokens)
-    assert gradient.flatten().tolist() == layout.places.tolist()
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_each_expert_has_the_tokens_that_senders_sent_it(counts: list[list[int]], device: torch.device) -> None:
+    owners = [expert for sender in counts for expert, count in enumerate(sender) for _ in range(count)]
+    layout = RowLayout.of_senders(torch.tensor(counts, device=device), len(owners))
+    assert_lays_out(layout.groups, layout.choices.tolist(), owners, len(counts[0]))
+    assert layout.choices[layout.places.flatten()].tolist() == list(range(len(owners)))
+    assert layout.places.shape == (len(owners), 1)
+
+
+@pytest.mark.parametrize("experts", [2, 5, 130, 2**15 - 1, 2**15])
+@pytest.mark.parametrize("tokens", [0, 1, 40])
+def test_each_expert_has_its_choices(experts: int, tokens: int, device: torch.device) -> None:
+    """Also where experts' numbers do not fit into the type that a GPU sorts fast; the first is nobody's."""
+    generator = torch.Generator().manual_seed(0)
+    chosen = torch.randint(1, experts, (tokens, 3), generator=generator)
+    layout = RowLayout.of_choices(chosen.to(device), experts)
+    assert_lays_out(layout.groups, layout.choices.tolist(), chosen.flatten().tolist(), experts)
+    assert layout.choices[layout.places.flatten()].tolist() == list(range(3 * tokens))
+    assert layout.places.shape == (tokens, 3)
+    assert layout.of_token == 3
+    assert layout.by_choice().of_token == 1
+    assert torch.equal(layout.by_choice().places.flatten(), layout.places.flatten())
