@@ -161,7 +161,12 @@ def building(config: PretrainedConfig) -> Iterator[None]:
 
 
 def causal_lm(config: PretrainedConfig) -> Any:
-    """Return the class of transformers for the causal language model of a config; raise ValueError without one."""
+    """Return the class of transformers for the causal language model of a config.
+
+    Raises:
+        ValueError: there is none, or the config names a model of transformers with another head.
+    """
+    import transformers
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     kinds: Any = MODEL_FOR_CAUSAL_LM_MAPPING  # typed as None where transformers is lazy
@@ -170,7 +175,15 @@ def causal_lm(config: PretrainedConfig) -> Any:
             f"transformers has no causal language model of the type {config.model_type!r}; give one that it has, as "
             "llama or qwen2."
         )
-    return kinds[type(config)]
+    kind = kinds[type(config)]
+    for name in config.architectures or ():
+        # not a bare body, whose head may be its embedding, nor a name that an earlier version gave the same model
+        if name != kind.__name__ and not name.endswith("Model") and hasattr(transformers, name):
+            raise ValueError(
+                f"the model is a {name}, and fp8booster reads causal language models, here a {kind.__name__}; load it "
+                "with transformers' from_pretrained."
+            )
+    return kind
 
 
 def attention_of(config: PretrainedConfig) -> str:

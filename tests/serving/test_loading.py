@@ -14,10 +14,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM, OPTConfig, OPTForCausalLM
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+)
 from typer.testing import CliRunner
 
-from fp8booster import FP8Config, load_fp8
+from fp8booster import FP8Config, convert_to_fp8, load_fp8
 from fp8booster.cli.main import app
 from fp8booster.cli.train.model_folder import has_weights, require_buildable
 from fp8booster.serving.read import load_frozen, load_model
@@ -356,3 +365,18 @@ def test_every_command_refuses_a_folder_that_lacks_tensors(copied, tmp_path, com
     assert done.exit_code == 2, done.output
     assert f"lacks {UP}; copy the model again." in " ".join(done.stderr.split())
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("in_fp8", [True, False])
+def test_a_model_with_another_head_is_not_read_as_a_causal_one(tmp_path: Path, in_fp8: bool) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 1}
+    # of the same tensors as BertLMHeadModel, which shifts its labels
+    model = BertForMaskedLM(BertConfig(vocab_size=96, **sizes)).bfloat16()
+    if in_fp8:
+        export(convert_to_fp8(model, FP8Config(always=True)), tmp_path / "model")
+    else:
+        model.save_pretrained(tmp_path / "model")
+    with pytest.raises(
+        ValueError, match=r"is a BertForMaskedLM, and .* here a BertLMHeadModel; load"
+    ):
+        load_model(tmp_path / "model")
