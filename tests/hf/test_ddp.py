@@ -8,13 +8,13 @@ import torch.distributed as dist
 
 from fp8booster import comm
 from tests.distributed import ranks, shared_folder
-from tests.hf.ways import ALWAYS, run
+from tests.hf.ways import ALWAYS, LIBRARIES, run
 
 CLOSE = 0.01
 
 
 @ranks(2)
-@pytest.mark.parametrize("way", ["Trainer", "Accelerate"])
+@pytest.mark.parametrize("way", LIBRARIES)
 def test_gradients_are_sent_in_fp8(way: str) -> None:
     folder = shared_folder(way)
     native = run(way, folder / "bf16", None)

@@ -17,7 +17,7 @@ from fp8booster.nn import FP8Layer
 from fp8booster.nn.fused.merged_layers import merged_layers
 from fp8booster.nn.weights.resharded import ReshardedWeight
 from tests.distributed import ranks, shared_folder
-from tests.hf.ways import ALWAYS, SAVED, run
+from tests.hf.ways import ALWAYS, LIBRARIES, SAVED, run
 
 CLOSE = 0.01
 
@@ -50,7 +50,7 @@ def shard_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("way", ["Trainer", "Accelerate"])
+@pytest.mark.parametrize("way", LIBRARIES)
 def test_a_model_that_fsdp2_shards_trains_saves_and_resumes_in_fp8(way: str) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         shard_on_cpus(monkeypatch)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 
 import pytest
@@ -10,9 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fp8booster import report
-from fp8booster.cli.train.data import train_tokenizer
 from fp8booster.nn import FP8Layer
-from tests.hf.ways import ALWAYS, SAVED, STEPS, WAYS, Run, evaluate, run
+from tests.hf.ways import ALWAYS, SAVED, STEPS, WAYS, WITH_TRL, Run, evaluate, run
 
 CLOSE = 0.01
 """How far a loss in FP8 may lie from that in BF16."""
@@ -28,12 +26,11 @@ class Runs:
     crossed: Run  # in FP8, from the checkpoint of that in BF16
 
 
-@pytest.fixture(scope="module", params=WAYS)
+@pytest.fixture(
+    scope="module", params=[pytest.param(way, marks=WITH_TRL if way == "SFTTrainer" else ()) for way in WAYS]
+)
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    if request.param == "SFTTrainer" and importlib.util.find_spec("trl") is None:
-        pytest.skip("trl is not installed")
     folder = tmp_path_factory.mktemp(request.param)
-    train_tokenizer(["one two three"], 300, folder / "tokenizer")
     bf16 = run(request.param, folder / "bf16", None)
     fp8 = run(request.param, folder / "fp8", ALWAYS)
     resumed, crossed = (run(request.param, folder / name, ALWAYS, resume=True) for name in ("fp8", "bf16"))

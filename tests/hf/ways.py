@@ -1,18 +1,31 @@
-"""Ways to train the same small model: a plain loop, the Trainer, Accelerate, and TRL's SFTTrainer."""
+"""Ways to train the same small model: a plain loop, the Trainer, Accelerate, TRL's SFTTrainer; on ranks FSDP2, ZeRO."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib.util
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as shard_by_torch
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, Trainer, TrainingArguments, set_seed
 
-from fp8booster import FP8Config
+from fp8booster import FP8Config, fully_shard
+from fp8booster.cli.train.data import train_tokenizer
 from fp8booster.hf import FP8Callback, prepare
 from tests.colossal.models import VOCABULARY, tiny_llama
 
@@ -20,6 +33,8 @@ STEPS, SAVED = 5, 3
 """Steps of a run, and after which of them it saves."""
 
 RATE, BATCH, LENGTH = 3e-3, 4, 32
+
+WITH_TRL = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl is not installed")
 
 ALWAYS = FP8Config(always=True)
 """The model is so small that no layer would compute in FP8 otherwise."""
@@ -181,10 +196,17 @@ def sft(folder: Path, config: FP8Config | None, resume: bool) -> Run:
         arguments(trl.SFTConfig, folder, max_length=LENGTH),
         train_dataset=Dataset.from_list(TRAINED),
         eval_dataset=Dataset.from_list(EVALUATED),
-        processing_class=AutoTokenizer.from_pretrained(folder.parent / "tokenizer"),
+        processing_class=tokenizer(folder),
         callbacks=callbacks(config),
     )
     return run_trainer(made, folder, resume)
+
+
+def tokenizer(folder: Path) -> Any:
+    """Return a small tokenizer, which TRL asks for; each rank writes its own into the folder of a run."""
+    own = folder / f"tokenizer-{dist.get_rank() if dist.is_initialized() else 0}"
+    train_tokenizer(["one two three"], 300, own)
+    return AutoTokenizer.from_pretrained(own)
 
 
 WAYS: dict[str, Callable[[Path, FP8Config | None, bool], Run]] = {
@@ -195,11 +217,96 @@ WAYS: dict[str, Callable[[Path, FP8Config | None, bool], Run]] = {
 }
 
 
+def fsdp2(folder: Path, config: FP8Config | None, resume: bool) -> Run:
+    """Train on ranks by FSDP2."""
+    model = tiny_llama()
+    if config is None:
+        for unit in (*model.model.layers, model):
+            shard_by_torch(unit, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    else:
+        fully_shard(model, config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    if resume:
+        states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        dcp.load(states, checkpoint_id=folder / "saved")
+        set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+    losses = []
+    model.train()
+    for step, batch in of_rank(SAVED if resume else 0):
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean(loss))
+        if step == SAVED and not resume:
+            states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+            dcp.save(states, checkpoint_id=folder / "saved")
+    whole = whole_state(model)
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder / "last", state_dict=whole)
+    dist.barrier()
+    return Run(losses, evaluate(model), model, folder / "last")
+
+
+def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the state of a model that FSDP2 has sharded, whole, on each rank."""
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+
+
+def zero(folder: Path, config: FP8Config | None, resume: bool) -> Run:
+    """Train on ranks by LowLevelZeroPlugin."""
+    from colossalai.booster import Booster
+
+    from fp8booster.plugins import LowLevelZeroPlugin
+
+    in_fp8 = {} if config is None else {"use_fp8": True, "fp8_config": config}
+    booster = Booster(plugin=LowLevelZeroPlugin(stage=2, precision="bf16", **in_fp8))
+    model = tiny_llama()
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=RATE))
+    if resume:
+        booster.load_model(model, str(folder / "saved"))
+        booster.load_optimizer(optimizer, str(folder / "saved-optimizer"))
+    losses = []
+    model.train()
+    for step, batch in of_rank(SAVED if resume else 0):
+        loss = model(**batch).loss
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean(loss))
+        if step == SAVED and not resume:
+            booster.save_model(model, str(folder / "saved"), shard=True, use_safetensors=True)
+            booster.save_optimizer(optimizer, str(folder / "saved-optimizer"), shard=True)
+    booster.save_model(model, str(folder / "last"), shard=True, use_safetensors=True)
+    dist.barrier()
+    return Run(losses, evaluate(model), model.unwrap(), folder / "last")
+
+
+def of_rank(done: int) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+    """Yield the rank's part of the batch of each step that is not done yet, after its number."""
+    for step, batch in enumerate(batches(TRAINED), 1):
+        if step > done:
+            yield step, {name: rows[dist.get_rank() :: dist.get_world_size()] for name, rows in batch.items()}
+
+
+def mean(loss: torch.Tensor) -> float:
+    """Return the mean of the losses of all ranks."""
+    total = loss.detach().float().clone()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+
+
+LIBRARIES = ["Trainer", "Accelerate", pytest.param("SFTTrainer", marks=WITH_TRL)]
+"""Ways that wrap the model themselves, and so run on ranks too."""
+
+ON_RANKS: dict[str, Callable[[Path, FP8Config | None, bool], Run]] = {"FSDP2": fsdp2, "ZeRO": zero}
+
+
 def run(way: str, folder: Path, config: FP8Config | None, resume: bool = False) -> Run:
-    """Train in one of the ways, in a process without an accelerator."""
+    """Train in one of the ways, on CPUs."""
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
     folder.mkdir(exist_ok=True)
     set_seed(0)
-    return WAYS[way](folder, config, resume)
+    return {**WAYS, **ON_RANKS}[way](folder, config, resume)
