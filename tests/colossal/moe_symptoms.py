@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from fp8booster.colossal.moe.mixtral import split_experts
 from tests.colossal.models import token_batch
 from tests.colossal.moe.models import tiny_mixtral
 from tests.colossal.symptom import Symptom
+from tests.nn.experts.families import batch_of, tiny_mixture
 
 
 def _trained(ep_size: int = 2, tp_size: int = 1, **arguments: Any) -> tuple[Any, Any, Any]:
@@ -65,6 +67,38 @@ def _save_states() -> None:
     booster.save_optimizer(optimizer, _shared_folder(), shard=True)
 
 
+def _save_states_of_one_holder() -> None:
+    booster, _, optimizer = _trained()
+    folder = _shared_folder()
+    booster.save_optimizer(optimizer, folder, shard=True)
+    dist.barrier()
+    moments = [state["exp_avg"] for file in Path(folder).glob("*shard*.bin") for state in torch.load(file).values()]
+    assert {moment.dim() for moment in moments} >= {2}
+    of_experts = [moment for moment in moments if moment.numel() % (64 * 96) == 0]
+    assert of_experts
+    assert all(moment.dim() > 1 for moment in of_experts), "saved flat"
+
+
+def _load_states_of_one_holder() -> None:
+    booster, model, optimizer = _trained()
+    folder = _shared_folder()
+    booster.save_optimizer(optimizer, folder, shard=True)
+    dist.barrier()
+    booster.load_optimizer(optimizer, folder)
+    tokens = token_batch(dist.get_rank())
+    booster.backward(model(input_ids=tokens, labels=tokens).loss, optimizer)
+    optimizer.step()
+
+
+def _spread_another_family() -> None:
+    from colossalai.booster.plugin import MoeHybridParallelPlugin
+
+    from tests.colossal.hybrid.runs import start
+
+    plugin = MoeHybridParallelPlugin(1, 1, 2, precision="bf16", zero_stage=1)
+    start(plugin, tiny_mixture("Qwen3-MoE")).step(batch_of(dist.get_rank()))
+
+
 def _save_one_file() -> None:
     booster, model, _ = _trained()
     # what is not refused fails on all ranks at once: in Colossal-AI some would wait for others that failed
@@ -84,9 +118,7 @@ def _save_buffers() -> None:
     booster.save_model(model, folder, shard=True)
     dist.barrier()
     written = {name for file in Path(folder).glob("*.bin") for name in torch.load(file)}
-    expected = tiny_mixtral()
-    split_experts(expected, None)
-    assert written == set(expected.state_dict()), "other keys"
+    assert written == set(tiny_mixtral().state_dict()), "other keys"
 
 
 def _share_sequences() -> None:
@@ -145,7 +177,11 @@ def _pipe() -> None:
 def _boost_by_hybrid_parallelism() -> None:
     from tests.colossal.hybrid.runs import native, start
 
-    start(native({}), tiny_mixtral())
+    start(native("TP2"), tiny_mixtral())
+
+
+def _train_sharded() -> None:
+    _trained(ep_size=1, tp_size=2)
 
 
 def _unreadable(*args: object, **named: object) -> None:
@@ -158,6 +194,10 @@ def _shared_folder() -> str:
     return folder[0]
 
 
+_STACKED = "evenly distributed"
+"""In transformers 5, where all experts are one parameter."""
+_IS_STACKED = not version("transformers").startswith("4.")
+
 SYMPTOMS = {
     "moe_passes_the_size_of_micro_batches_on": Symptom(_size_micro_batches, "'NoneType'"),
     "moe_waits_for_gathered_weights": Symptom(_overlap_gathers, "did not wait for its weights"),
@@ -167,15 +207,18 @@ SYMPTOMS = {
     "moe_states_are_gathered_on_cpu": Symptom(
         _save_states, "NVIDIA driver" if torch.backends.cuda.is_built() else "not compiled with CUDA"
     ),
+    "moe_gathers_states_of_all_experts": Symptom(_save_states_of_one_holder, _STACKED if _IS_STACKED else "saved flat"),
+    "moe_divides_states_of_all_experts": Symptom(
+        _load_states_of_one_holder, _STACKED if _IS_STACKED else "must match the size of tensor b"
+    ),
+    "mixtures_have_a_policy": Symptom(_spread_another_family, "is not implemented"),
     "moe_saves_spread_experts_in_shards": Symptom(_save_one_file, "not refused"),
     "moe_saves_what_a_state_dict_holds": Symptom(_save_buffers, "other keys"),
     # of transformers 5 alone
-    "hybrid_parallel_plugin_splits_experts": Symptom(
-        _boost_by_hybrid_parallelism, "HybridParallelPlugin and MoeHybridParallelPlugin"
-    ),
-    "moe_hybrid_parallel_plugin_splits_experts": Symptom(_trained, "HybridParallelPlugin and MoeHybridParallelPlugin"),
-    "mixtral_policies_know_the_block": Symptom(_trained, "block_sparse_moe"),
+    "hybrid_parallel_plugin_splits_experts": Symptom(_boost_by_hybrid_parallelism, "without tensor parallelism"),
+    "moe_hybrid_parallel_plugin_splits_experts": Symptom(_train_sharded, "without tensor parallelism"),
+    "mixtral_policies_know_the_block": Symptom(_train_sharded, "block_sparse_moe"),
     "mixtral_has_one_body": Symptom(_pipe, "Error"),
-    "mixtral_blocks_return_their_output": Symptom(_trained, "'tuple'"),
+    "mixtral_blocks_return_their_output": Symptom(_train_sharded, "'tuple'"),
     "mixtral_along_a_sequence_is_refused": Symptom(_share_sequences, "not refused"),
 }

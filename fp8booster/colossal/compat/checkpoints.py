@@ -293,6 +293,68 @@ def moe_states_are_gathered_on_cpu(upstream: Callable, *args: Any, **kwargs: Any
         return upstream(*args, **kwargs)
 
 
+@wrap(
+    f"{_MOE}gather_from_sharded_optimizer_state",
+    "230,265",
+    "each rank holds other experts, or experts in one parameter are spread over ranks",
+)
+@by_name
+def moe_gathers_states_of_all_experts(call: Callable[[], Any], given: dict[str, Any]) -> Any:
+    """Without it states of an expert that one rank holds are saved flat, which other numbers of ranks cannot load; and
+    those of experts in one parameter raise AssertionError: The parameter isn't evenly distributed among tensor parallel
+    group.
+    """
+    from colossalai.accelerator import get_accelerator
+
+    from fp8booster.nn.experts.parallel import spread_of
+
+    parameter, spread = given["param"], spread_of(given["param"])
+    is_stacked = spread is not None and parameter.shape != given["original_shape"]
+    if is_stacked:
+        given["original_shape"] = parameter.shape
+    state = call()
+    # the first of the ranks that hold the same experts writes
+    writes = dist.get_rank(given["moe_dp_group"]) == 0
+    if not given["is_moe_param"] or not writes or dist.get_world_size(given["tp_group"]) > 1:
+        return state
+    device = get_accelerator().get_current_device()
+    for name, value in state.items():
+        if name != "step" and torch.is_tensor(value):
+            own = value.flatten()[: parameter.numel()].view(parameter.shape)
+            state[name] = spread.gathered(own.to(device)).to(own.device) if is_stacked else own
+    return state
+
+
+@wrap(
+    f"{_MOE}shard_from_complete_optimizer_state",
+    "643",
+    "each rank holds other experts, or experts in one parameter are spread over ranks",
+)
+@by_name
+def moe_divides_states_of_all_experts(call: Callable[[], Any], given: dict[str, Any]) -> Any:
+    """Without it states of an expert that one rank holds keep their shape, and the next step raises RuntimeError: The
+    size of tensor a must match the size of tensor b; and those of experts in one parameter raise AssertionError: The
+    parameter isn't evenly distributed among tensor parallel group.
+    """
+    own, whole, checkpoints = given["current_shape"], given["original_shape"], given["self"]
+    if not given["is_moe_param"] or checkpoints.tp_size > 1:
+        return call()
+    if own != whole:
+        given["original_shape"] = own
+        given["state"] = {
+            name: value.chunk(checkpoints.ep_size)[checkpoints.ep_rank] if _has_shape(value, whole) else value
+            for name, value in given["state"].items()
+        }
+    state = call()
+    if not checkpoints.use_zero or checkpoints.moe_dp_size > 1:
+        return state
+    return {name: value.flatten() if _has_shape(value, own) else value for name, value in state.items()}
+
+
+def _has_shape(value: Any, shape: torch.Size) -> bool:
+    return torch.is_tensor(value) and value.shape == shape
+
+
 @refuse(
     f"{_MOE}save_unsharded_model MoECheckpointIO.save_unsharded_optimizer",
     "680,719,741",

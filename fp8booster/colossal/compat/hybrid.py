@@ -164,8 +164,10 @@ def _with_split_experts(
     """Without it: AttributeError: 'MixtralDecoderLayer' object has no attribute 'block_sparse_moe'."""
     from fp8booster.colossal.moe.mixtral import split_experts
 
-    # before upstream shards the model and makes masters of the optimizer's parameters
-    split_experts(model, optimizer)
+    # what spreads experts alone takes them as they are
+    if self.tp_size > 1 or self.pp_size > 1:
+        # before upstream shards the model and makes masters of the optimizer's parameters
+        split_experts(model, optimizer)
     return upstream(self, model, optimizer, *args, **kwargs)
 
 
@@ -176,7 +178,7 @@ for _name, _where in (
     wrap(
         _where,
         "shardformer/policies/mixtral.py:133,214",
-        "transformers >= 5, and a Mixtral",
+        "transformers >= 5, and a Mixtral with tp_size or pp_size above 1",
         only_if=lambda module: is_transformers_5(),
         name=_name,
     )(_with_split_experts)

@@ -89,7 +89,9 @@ def models_that_are_not_sharded_are_refused(given: dict[str, Any]) -> str | None
     from colossalai.shardformer.policies.auto_policy import _fullname
 
     module, _, name = _fullname(given["model"]).rpartition(".")
-    return None if given.get("policy") is not None else why_model_is_not_sharded(module, name)
+    if given.get("policy") is not None or _is_other_mixture(given["model"]):
+        return None
+    return why_model_is_not_sharded(module, name)
 
 
 @wrap(
@@ -111,6 +113,32 @@ def qwen3_has_a_policy(upstream: Callable, model: Any) -> Any:
     return upstream(model)
 
 
+def _is_other_mixture(model: Any) -> bool:
+    """Tell whether a model has experts that can be spread over ranks, and Colossal-AI has no policy for them."""
+    from colossalai.shardformer.policies.auto_policy import _POLICY_LIST, _fullname
+
+    from fp8booster.colossal.moe.mixtral import is_split
+    from fp8booster.nn.experts.parallel import blocks_to_spread
+
+    # a Mixtral of transformers 5 is split for what shards the rest of it
+    has_policy = _fullname(model) in _POLICY_LIST and is_split(model)
+    return not has_policy and bool(blocks_to_spread(model))
+
+
+@wrap(
+    "shardformer.policies.auto_policy:get_autopolicy",
+    "258",
+    "a mixture of experts but DeepSeek's own code and Mixtral of transformers 4: Qwen3-MoE, Qwen2-MoE, OLMoE, ...",
+)
+def mixtures_have_a_policy(upstream: Callable, model: Any) -> Any:
+    """Without it: NotImplementedError: Auto policy for Qwen3MoeForCausalLM is not implemented."""
+    if _is_other_mixture(model):
+        from fp8booster.colossal.moe.policy import MixturePolicy  # it imports modules that are patched
+
+        return MixturePolicy()
+    return upstream(model)
+
+
 def _has_whole_experts(module: ModuleType) -> bool:
     return is_transformers_5()
 
@@ -125,8 +153,8 @@ def mixtral_policies_know_the_block(upstream: Callable, self: Any) -> dict:
     # asked before upstream's policy looks for experts that are modules
     if not is_split(self.model):
         raise ValueError(
-            "a Mixtral of transformers 5 is sharded by HybridParallelPlugin and MoeHybridParallelPlugin alone; use one "
-            "of these, or pip install transformers==4.51.3"
+            "this policy shards a Mixtral of transformers 5 with tp_size or pp_size above 1 alone, by "
+            "HybridParallelPlugin or MoeHybridParallelPlugin; leave custom_policy out"
         )
     policy = upstream(self)
     for description in policy.values():

@@ -20,7 +20,9 @@ from torch import nn
 from fp8booster.config import FP8Config
 from fp8booster.kernels.activation import RowWeights
 from fp8booster.kernels.device import require_fp8
-from fp8booster.nn.experts.row_layout import RowLayout
+from fp8booster.nn.experts.dispatch import scale_gradient
+from fp8booster.nn.experts.host_copy import HostCopy
+from fp8booster.nn.experts.row_layout import RowLayout, owners_of
 from fp8booster.nn.experts.stack import StackedParameter, pays, run_stacks, why_not_bf16, why_not_stacked
 from fp8booster.nn.fused.activations import fused_kind
 from fp8booster.nn.fused.pointwise import Saving, activate
@@ -69,11 +71,22 @@ def why_not(module: nn.Module, config: FP8Config) -> str | None:
 
 def _has_rewritten_forward(cls: type[nn.Module]) -> bool:
     """Tell whether a class has another forward than transformers gave it, or its base, with `_apply_gate`."""
-    ways = [next(number for number, each in enumerate(cls.__mro__) if name in vars(each)) for name in _GIVEN]
+    written = [each for each in cls.__mro__ if not each.__module__.startswith("fp8booster.")]
+    ways = [next(number for number, each in enumerate(written) if name in vars(each)) for name in _GIVEN]
     return ways[0] < ways[1]
 
 
 _GIVEN = ("forward", "_apply_gate")
+
+
+def why_not_called_so(args: tuple, kwargs: dict[str, Any]) -> str | None:
+    """Return why a call of experts is none with tokens, their experts and weights; None: it is."""
+    tokens, *choice = args if len(args) == 3 and not kwargs else (None,)
+    if tokens is None or any(not torch.is_tensor(each) or each.dim() != 2 for each in args):
+        return "called otherwise than with tokens, their experts and weights"
+    if choice[0].shape != choice[1].shape:
+        return "a weight for each expert, not for those of a token alone"
+    return None
 
 
 class FP8Experts(nn.Module):
@@ -165,6 +178,8 @@ class FP8Experts(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return [T, H], of tokens [T, H] with their experts and these' weights, [T, k], as the module computes it."""
+        if hasattr(self, "fp8_spread"):  # what sends tokens to other ranks' experts calls `run`
+            return super().forward(*args, **kwargs)
         mixture = FP8Experts._mixture
         if torch.compiler.is_compiling():  # the host reads how many rows an expert gets
             mixture = torch.compiler.disable(mixture)
@@ -179,7 +194,20 @@ class FP8Experts(nn.Module):
             return None
         return self._in_grouped_products(*args) if self.runs_on(args[0], self._rows_of(args)) else None
 
-    def runs_on(self, tokens: torch.Tensor, rows: int) -> bool:
+    def run(self, rows: torch.Tensor, counts: HostCopy, factor: float, usual_rows: float) -> torch.Tensor:
+        """Compute the experts of this rank, where they are spread over ranks: a `spread.Run`."""
+        if not self.runs_on(rows, usual_rows):
+            return cast(Any, super()).run(rows, counts, factor, usual_rows)
+        layout = RowLayout.of_senders(counts.on_device, len(rows))
+        owners = owners_of(counts.on_device, len(rows)).unsqueeze(1) if self.has_bias else None
+        made = self.on_rows(rows, layout, layout, owners, factor=factor)
+        if not vars(self).get("has_post_expert_norm"):
+            return made
+        # times the factor behind the norm and its inverse before it: its weight alone sees the factor
+        norm: Any = self.post_expert_norm
+        return scale_gradient(norm(scale_gradient(made, 1 / factor)).to(made.dtype), factor)
+
+    def runs_on(self, tokens: torch.Tensor, rows: float) -> bool:
         """Tell whether so many rows in all, made of tokens, are computed in FP8; the report says why not."""
         reason = self._why_not_now(tokens, rows)
         if reason is not None:
@@ -194,14 +222,9 @@ class FP8Experts(nn.Module):
         return args[1].numel()
 
     def _why_not_called_so(self, args: tuple, kwargs: dict[str, Any]) -> str | None:
-        tokens, *choice = args if len(args) == 3 and not kwargs else (None,)
-        if tokens is None or any(not torch.is_tensor(each) or each.dim() != 2 for each in args):
-            return "called otherwise than with tokens, their experts and weights"
-        if choice[0].shape != choice[1].shape:
-            return "a weight for each expert, not for those of a token alone"
-        return None
+        return why_not_called_so(args, kwargs)
 
-    def _why_not_now(self, tokens: torch.Tensor, rows: int) -> str | None:
+    def _why_not_now(self, tokens: torch.Tensor, rows: float) -> str | None:
         """Return why not on these tokens."""
         up, down = (getattr(self, name) for name in self.fp8_weights)
         if vars(self).get("_is_expert_parallel"):
@@ -234,6 +257,7 @@ class FP8Experts(nn.Module):
         sums: RowLayout,
         chosen: torch.Tensor | None = None,
         weights: torch.Tensor | None = None,
+        factor: float = 1.0,
     ) -> torch.Tensor:
         """Return what experts make of tokens, summed, where `runs_on` is true.
 
@@ -242,6 +266,7 @@ class FP8Experts(nn.Module):
             reads, sums: as in `run_stacks`; the same where there are weights.
             chosen: integers [T, k], the experts of each token, for experts with biases.
             weights: [T, k] of the routers; None: 1.
+            factor: multiplies the gradients of the experts' parameters, and not those of the tokens.
 
         Returns:
             [T, H] BF16, or [T k, H] summed by choice.
@@ -253,16 +278,18 @@ class FP8Experts(nn.Module):
             if owners is not None:
                 # none where a row pads: such rows stay zeros
                 owned = x.new_zeros(len(x), len(getattr(self, up)))
-                x = self._add_bias(x, up, owned.index_put_((reads.places.flatten(), owners.flatten()), x.new_ones(())))
+                owned.index_put_((reads.places.flatten(), owners.flatten()), x.new_ones(()))
+                x = self._add_bias(x, up, owned, factor)
             return self._activated(x, reads, weights)
 
-        y = run_stacks(tokens.to(torch.bfloat16), reads, self._stack(up), activation, self._stack(down), sums)
+        up_stack, down_stack = (self._stack(name, factor) for name in (up, down))
+        y = run_stacks(tokens.to(torch.bfloat16), reads, up_stack, activation, down_stack, sums)
         if owners is not None:
             # what experts add is summed as they are: times the routers' weights, of which a token has few
             shares = torch.ones_like(owners, dtype=y.dtype) if weights is None else weights.to(y.dtype)
             owned = y.new_zeros(len(y), len(getattr(self, down)))
             places, shares = (each.reshape(*sums.places.shape) for each in (owners, shares))
-            y = self._add_bias(y, down, owned.scatter(1, places, shares))
+            y = self._add_bias(y, down, owned.scatter(1, places, shares), factor)
         return y
 
     def _activated(self, x: torch.Tensor, layout: RowLayout, weights: torch.Tensor | None) -> torch.Tensor:
@@ -291,14 +318,15 @@ class FP8Experts(nn.Module):
         """Return what the module has between the products."""
         return self._apply_gate if self._is_gated else self.act_fn
 
-    def _stack(self, name: str) -> StackedParameter:
-        """Return the weights of one parameter."""
+    def _stack(self, name: str, factor: float) -> StackedParameter:
+        """Return the weights of one parameter; `factor` as in `on_rows`."""
         casts = self.fp8_casts[name] if self.training else self.fp8_casts[name].evaluation
-        return StackedParameter(getattr(self, name), self.fp8_weights[name], casts)
+        return StackedParameter(getattr(self, name), self.fp8_weights[name], casts, factor)
 
-    def _add_bias(self, y: torch.Tensor, name: str, shares: torch.Tensor) -> torch.Tensor:
+    def _add_bias(self, y: torch.Tensor, name: str, shares: torch.Tensor, factor: float) -> torch.Tensor:
         """Return y, [M, N], with the experts' biases times shares, [M, G] BF16: their gradients add up in one order."""
-        return torch.addmm(y, shares, getattr(self, f"{name}_bias").to(y.dtype))
+        bias = scale_gradient(getattr(self, f"{name}_bias"), factor)
+        return torch.addmm(y, shares, bias.to(y.dtype))
 
     def forget(self) -> None:
         """Make the FP8 copies stale."""

@@ -26,6 +26,7 @@ from fp8booster.nn.experts.dispatch import run_experts
 from fp8booster.nn.experts.grouped import GroupedExperts
 from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.experts.routing import Routes, count_rows, spread, weighted_sum
+from fp8booster.nn.experts.spread import Spread
 from fp8booster.nn.fused.trials import computes, numbers, on_numbers
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import cached_by_class, change_class, mixed_class
@@ -35,7 +36,12 @@ class Mixture(nn.Module):
     """Mixin of a block with a list of experts."""
 
     tried: ClassVar[tuple[type[Any], Callable]]  # the class that the block was, and what it computed then
-    fp8_grouped_experts: GroupedExperts
+
+    fp8_grouped_experts: GroupedExperts | None
+    """The experts of this rank, where grouped products compute them; None: they run one by one."""
+
+    fp8_spread: Spread | None = None
+    """The ranks over which the experts are spread; None: this one holds all of them."""
 
     def mix(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of what each token's experts make of it.
@@ -48,7 +54,12 @@ class Mixture(nn.Module):
         Returns:
             [T, H] of the tokens' dtype.
         """
-        grouped = self._experts_now()
+        if self.fp8_spread is not None:
+            mix = self.fp8_spread.mix
+            if torch.compiler.is_compiling():  # the host reads how many rows a rank gets
+                mix = torch.compiler.disable(mix)
+            return mix(tokens, chosen, weights, self._run)
+        grouped = cast(GroupedExperts, self._experts_now())
         mixed = grouped.mix(tokens, chosen, weights)
         if mixed is not None:
             return mixed.to(tokens.dtype)
@@ -57,19 +68,37 @@ class Mixture(nn.Module):
         made = run_experts(spread(tokens, routes), counts, grouped.experts)
         return weighted_sum(made, weights, routes).to(tokens.dtype)
 
-    @staticmethod
-    def _why_own_code(called_so: bool, is_as_tried: bool) -> str | None:
-        """Return why the block's own code must run; None: what was tried stands for it."""
-        if not called_so:
-            return "the block is called otherwise than its class was tried"
-        return None if is_as_tried else "the code of the block's class was replaced"
+    def _run(self, rows: Tensor, counts: HostCopy, factor: float, usual_rows: float) -> Tensor:
+        """Compute the experts of this rank, where they are spread over ranks: a `spread.Run`."""
+        own = own_experts(self)
+        return run_experts(rows, counts, own, [factor] * len(own), self._experts_now(), usual_rows)
 
-    def _experts_now(self) -> GroupedExperts:
+    def _runs_own_code(self, called_so: bool, is_as_tried: bool, draws_noise: bool = False) -> bool:
+        """Tell whether the block's own code must run, where what was tried does not stand for it.
+
+        Raises:
+            ValueError: it must, and knows nothing of experts on other ranks.
+        """
+        reason = "the block draws noise" if draws_noise else None
+        if not is_as_tried:
+            reason = "the code of the block's class was replaced"
+        if not called_so:
+            reason = "the block is called otherwise than its class was tried"
+        if self.fp8_spread is not None and reason is not None:
+            raise ValueError(
+                f"the experts of {type(self).__name__} are spread over ranks, of which its own code knows nothing, and "
+                f"{reason}; use ep_size=1"
+            )
+        if reason is not None and self.fp8_grouped_experts is not None:
+            self.fp8_grouped_experts.note(reason)
+        return reason is not None or (self.fp8_spread is None and torch.compiler.is_compiling())
+
+    def _experts_now(self) -> GroupedExperts | None:
         """Return the experts that the block holds, of which some may have been replaced or wrapped since."""
-        held: Any = self._modules["experts"]
-        if tuple(held._modules.values()) != self.fp8_grouped_experts.experts:
-            self.fp8_grouped_experts = self.fp8_grouped_experts.of_others(list(held))
-        return self.fp8_grouped_experts
+        own, grouped = own_experts(self), self.fp8_grouped_experts
+        if grouped is not None and tuple(own) != grouped.experts:
+            grouped = self.fp8_grouped_experts = grouped.of_others(own)
+        return grouped
 
 
 class SoftmaxMixture(Mixture):
@@ -91,14 +120,9 @@ class SoftmaxMixture(Mixture):
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return [B, S, H] of [B, S, H], and the router's logits, [B S, experts]."""
         original, forward = self.tried
-        if torch.compiler.is_compiling():
-            return super().forward(*args, **kwargs)
         tried_so = (len(args) == 1 and not kwargs) or (not args and kwargs.keys() == {"hidden_states"})
-        reason = self._why_own_code(tried_so, original.forward is forward)
-        if reason is None and self.training and getattr(self, "jitter_noise", 0) > 0:
-            reason = "the block draws noise"
-        if reason is not None:
-            self.fp8_grouped_experts.note(reason)
+        draws_noise = self.training and getattr(self, "jitter_noise", 0) > 0
+        if self._runs_own_code(tried_so, original.forward is forward, draws_noise):
             return super().forward(*args, **kwargs)
         hidden_states = args[0] if args else kwargs["hidden_states"]
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
@@ -123,11 +147,7 @@ class ChosenMixture(Mixture):
     def moe(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return [T, H] of tokens [T, H] with their experts and these' weights, [T, k]."""
         original, moe = self.tried
-        if torch.compiler.is_compiling():
-            return original.moe(self, *args, **kwargs)
-        reason = self._why_own_code(len(args) == 3 and not kwargs, original.moe is moe)
-        if reason is not None:
-            self.fp8_grouped_experts.note(reason)
+        if self._runs_own_code(len(args) == 3 and not kwargs, original.moe is moe):
             return original.moe(self, *args, **kwargs)
         return self.mix(*args)
 
@@ -224,7 +244,7 @@ def _mixes_chosen(cls: type[nn.Module], moe: Callable | None) -> bool:
     return True
 
 
-def _mixin_of(block: nn.Module) -> type[Mixture] | None:
+def mixin_of(block: nn.Module) -> type[Mixture] | None:
     """Return the mixin for a block, by what its class computes; None: there is none."""
     cls: type[Any] = type(block)
     if "forward" not in vars(block) and _routing(cls, cls.forward) is not None:
@@ -232,6 +252,12 @@ def _mixin_of(block: nn.Module) -> type[Mixture] | None:
     if "moe" not in vars(block) and _mixes_chosen(cls, getattr(cls, "moe", None)):
         return ChosenMixture
     return None
+
+
+def own_experts(block: nn.Module) -> list[nn.Module]:
+    """Return the experts of a block with a list of them that are this rank's: all, unless they are spread."""
+    held, spread = list(cast(nn.ModuleList, block._modules["experts"])), vars(block).get("fp8_spread")
+    return held if spread is None else spread.own(held)
 
 
 def group_mixtures(model: nn.Module, grouped: bool = True) -> None:
@@ -244,19 +270,34 @@ def group_mixtures(model: nn.Module, grouped: bool = True) -> None:
         grouped: whether any block is to compute so.
     """
     for block in list(model.modules()):
-        experts = block._modules.get("experts")
-        wanted = grouped and isinstance(experts, nn.ModuleList) and _are_in_fp8(experts)
+        wanted = grouped and _are_in_fp8(block)
         if isinstance(block, Mixture):
-            if not wanted:
+            if block.fp8_spread is not None:
+                group_experts(block)
+            elif not wanted:
                 del block.fp8_grouped_experts
                 change_class(block, block.tried[0])
             continue
-        mixin = _mixin_of(block) if wanted else None
+        mixin = mixin_of(block) if wanted else None
         if mixin is not None:
-            change_class(block, mixed_class(mixin, type(block)))
-            vars(block)["fp8_grouped_experts"] = GroupedExperts(list(cast(nn.ModuleList, experts)))
+            group_experts(change_class(block, mixed_class(mixin, type(block))))
 
 
-def _are_in_fp8(experts: nn.ModuleList) -> bool:
-    """Tell whether there are several, each with an FP8 layer."""
-    return len(experts) > 1 and all(any(isinstance(layer, FP8Layer) for layer in each.modules()) for each in experts)
+def group_experts(block: Mixture) -> None:
+    """Let this rank's experts of a block be computed by grouped products, where they are in FP8 and to be fused."""
+    fused = _are_in_fp8(block) and all(layer.fp8_config.fused for layer in _layers_in_fp8(own_experts(block)[0]))
+    block.fp8_grouped_experts = GroupedExperts(own_experts(block)) if fused else None
+
+
+def _are_in_fp8(block: nn.Module) -> bool:
+    """Tell whether a block has several experts in a list, and each of this rank's an FP8 layer, and its weights."""
+    experts = block._modules.get("experts")
+    if not isinstance(experts, nn.ModuleList) or len(experts) < 2:
+        return False
+    by_expert = [_layers_in_fp8(expert) for expert in own_experts(block)]
+    # another pipeline stage's are shells
+    return all(layers and all(each.held_weight is not None for each in layers) for layers in by_expert)
+
+
+def _layers_in_fp8(expert: nn.Module) -> list[FP8Layer]:
+    return [layer for layer in expert.modules() if isinstance(layer, FP8Layer)]

@@ -87,3 +87,15 @@ def _groups(counts: torch.Tensor, rows: int) -> tuple[Groups, torch.Tensor]:
     as_taken = ends.to(torch.int32)  # by the product
     as_taken[-1:].fill_(most)
     return Groups(most, as_taken), ends - sizes
+
+
+def owners_of(counts: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Return the expert of each token, int64 [T], of tokens that lie by sender, and of each sender by expert.
+
+    Args:
+        counts: int64 [senders, experts], tokens from each sender for each expert.
+        tokens: their number, T.
+    """
+    senders, experts = counts.shape
+    numbers = torch.arange(experts, dtype=torch.int64, device=counts.device).repeat(senders)
+    return numbers.repeat_interleave(counts.flatten(), output_size=tokens)

@@ -189,10 +189,11 @@ class StackedParameter:
         weight: [G, N, K], or [G, K, N] where the source's weights are transposed.
         source: gives its FP8 copy.
         casts: of the product.
+        factor: multiplies the gradient of the weight, and not that of x.
     """
 
-    def __init__(self, weight: torch.Tensor, source: WeightSource, casts: Casts) -> None:
-        self._weight, self._source, self._casts = weight, source, casts
+    def __init__(self, weight: torch.Tensor, source: WeightSource, casts: Casts, factor: float = 1.0) -> None:
+        self._weight, self._source, self._casts, self._factor = weight, source, casts, factor
 
     def product(
         self, x: torch.Tensor, groups: Groups, *, reads: RowLayout | None = None, sums: RowLayout | None = None
@@ -201,7 +202,9 @@ class StackedParameter:
         # one scale for all experts: a product has one for each expert's block, and an engine casts a parameter whole
         weight, source, casts = self._weight, self._source, self._casts
         w = under_one_scale(source.for_call(weight, casts, x), len(weight), source.is_transposed)
-        how = Products(groups, casts, backward_weight=source.backward([weight], casts), reads=reads, sums=sums)
+        how = Products(
+            groups, casts, self._factor, backward_weight=source.backward([weight], casts), reads=reads, sums=sums
+        )
         return grouped_linear(x, [weight], w, how)
 
 

@@ -136,7 +136,12 @@ def test_transformers_loads_a_checkpoint_whose_experts_were_spread() -> None:
 
 @ranks(2)
 def test_what_does_not_split_them_is_told_what_does() -> None:
+    from colossalai.shardformer.policies.mixtral import MixtralForCausalLMPolicy
+
     from tests.colossal.tensor.models import shard
 
-    with pytest.raises(ValueError, match="HybridParallelPlugin and MoeHybridParallelPlugin alone"):
+    with pytest.raises(ValueError, match="by its experts alone, without tensor parallelism"):
         shard(tiny_mixtral())
+    plugin = ours({}, custom_policy=MixtralForCausalLMPolicy())
+    with pytest.raises(ValueError, match="leave custom_policy out"):
+        start(plugin, tiny_mixtral())

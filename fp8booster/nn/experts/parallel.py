@@ -1,0 +1,139 @@
+"""Expert parallelism of any model whose experts are known: lists of modules, or parameters of three dimensions.
+
+    a block with a list of experts   one that a trial knows (`mixture`): its router stays, its loop does not
+    experts in one parameter         whatever block calls them with tokens, their experts and weights
+                                     (`fp8_experts.are_experts`): the block stays as it is
+
+What a block computes besides, as shared experts, and what it returns, is its own. In FP8 the same classes compute as on
+one rank (`mixture.Mixture`, `fp8_experts.FP8Experts`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fp8booster.nn.experts.dispatch import scale_gradient
+from fp8booster.nn.experts.fp8_experts import are_experts, why_not_called_so
+from fp8booster.nn.experts.host_copy import HostCopy
+from fp8booster.nn.experts.mixture import mixin_of
+from fp8booster.nn.experts.row_layout import owners_of
+from fp8booster.nn.experts.spread import Spread
+from fp8booster.nn.modules import change_class, mixed_class
+
+
+class SpreadExperts(nn.Module):
+    """Mixin of a module whose parameters hold the experts of this rank, and which is called with those of all."""
+
+    fp8_spread: Spread
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return [T, H], of tokens [T, H] with their experts and these' weights, [T, k]."""
+        reason = why_not_called_so(args, kwargs)
+        if reason is not None:
+            raise ValueError(f"{type(self).__name__}'s experts are spread over ranks, and are {reason}")
+        mix = self.fp8_spread.mix
+        if torch.compiler.is_compiling():  # the host reads how many rows a rank gets
+            mix = torch.compiler.disable(mix)
+        tokens, chosen, weights = args
+        return mix(tokens, chosen, weights, self.run)
+
+    def run(self, rows: torch.Tensor, counts: HostCopy, factor: float, usual_rows: float) -> torch.Tensor:
+        """Compute the experts of this rank as the module's class does: a `spread.Run`."""
+        owners = owners_of(counts.on_device, len(rows))
+        x = rows
+        if not len(rows):
+            # parameters must have gradients, of zeros, on each rank, and the rows too, which backward sends
+            x, owners = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), owners.new_zeros(1)
+        ones = x.new_ones(len(x), 1)
+        # times the factor behind the experts and its inverse before them: their parameters alone see the factor
+        forward: Any = super().forward  # of the module's class
+        made = forward(scale_gradient(x, 1 / factor), owners.unsqueeze(1), ones)
+        return scale_gradient(made, factor)[: len(rows)]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # of a checkpoint with all experts, whatever the number of ranks that wrote it
+        state_dict = dict(state_dict)
+        for name in self._parameters:
+            whole = state_dict.get(prefix + name)
+            if whole is not None and len(whole) == self.fp8_spread.experts:
+                state_dict[prefix + name] = self.fp8_spread.own(whole)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def blocks_to_spread(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that `spread_experts` changes: blocks with a list of experts, or modules of stacked ones."""
+    found = []
+    for module in model.modules():
+        held_as_list = isinstance(module._modules.get("experts"), nn.ModuleList)
+        if are_experts(module) or (held_as_list and mixin_of(module) is not None):
+            found.append(module)
+    return found
+
+
+def spread_experts(model: nn.Module, group: dist.ProcessGroup, copies: dist.ProcessGroup | None = None) -> list[Spread]:
+    """Spread the experts of a model's blocks over ranks, in place: each keeps its own, and others' have no memory.
+
+    Parameters stay the same objects with the same names. Those of lists of experts are None on other ranks; those of
+    all experts shrink to this rank's.
+
+    Args:
+        model: on every rank the same, not converted to FP8 yet.
+        group: over which the experts of a block are spread.
+        copies: the ranks that hold the same experts as this one; None: this one alone does.
+
+    Returns:
+        The ranks of each block.
+
+    Raises:
+        ValueError: a number of experts is no multiple of the number of ranks.
+    """
+    return [
+        _spread_stack(block, group, copies) if are_experts(block) else _spread_list(block, group, copies)
+        for block in blocks_to_spread(model)
+    ]
+
+
+def _spread_stack(experts: Any, group: dist.ProcessGroup, copies: dist.ProcessGroup | None) -> Spread:
+    spread = Spread(len(experts.down_proj), group, copies)
+    for parameter in experts._parameters.values():
+        if parameter is not None and len(parameter) == spread.experts:
+            # a view would keep the memory of all experts
+            parameter.data = spread.own(parameter.data).clone()
+            mark_spread(parameter, spread)
+    experts.num_experts = spread.held  # by which the class's own forward counts
+    change_class(experts, mixed_class(SpreadExperts, type(experts)))
+    experts.fp8_spread = spread
+    return spread
+
+
+def _spread_list(block: Any, group: dist.ProcessGroup, copies: dist.ProcessGroup | None) -> Spread:
+    experts = cast(nn.ModuleList, block._modules["experts"])
+    spread = Spread(len(experts), group, copies)
+    own = spread.own(list(experts))
+    for elsewhere in experts:
+        if elsewhere not in own:
+            for module in elsewhere.modules():
+                module._parameters.update(dict.fromkeys(module._parameters))
+    for expert in own:
+        for parameter in expert.parameters():
+            mark_spread(parameter, spread)
+    change_class(block, mixed_class(cast(type, mixin_of(block)), type(block)))
+    vars(block).update(fp8_spread=spread, fp8_grouped_experts=None)
+    return spread
+
+
+_SPREAD = "fp8_spread"
+
+
+def mark_spread(parameter: torch.Tensor, spread: Spread) -> None:
+    """Let a parameter of this rank's experts tell the ranks of all of them."""
+    setattr(parameter, _SPREAD, spread)
+
+
+def spread_of(held: Any) -> Spread | None:
+    """Return the ranks over which a block's experts are spread, or a parameter's; None: they are not."""
+    return getattr(held, _SPREAD, None)
