@@ -57,6 +57,7 @@ def gathered_dtypes(model: nn.Module) -> dict[int, torch.dtype]:
         # one group, or several, by the version of torch
         groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
         for param in (each for group in filter(None, groups) for each in group.fsdp_params):
-            if param.param_dtype and not hasattr(param, "fp8_unit"):
-                found[id(param.sharded_param)] = param.param_dtype
+            sharded, dtype = param.sharded_param, param.mp_policy.param_dtype  # known before the first forward too
+            if dtype not in (None, sharded.dtype) and sharded.is_floating_point() and not hasattr(param, "fp8_unit"):
+                found[id(sharded)] = dtype
     return found

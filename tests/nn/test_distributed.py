@@ -187,6 +187,9 @@ def ways() -> dict[str, list[float]]:
     set_model_state_dict(lazy, state, options=StateDictOptions(full_state_dict=True))
     lazy.model.rotary_emb = rotary
     found["from no device"] = losses_of(lazy)
+    blocks = build(dtype=FP32)
+    of_fp8_alone = [part for layer in blocks.model.layers for part in (layer.self_attn, layer.mlp)]
+    found["blocks"] = losses_of(fully_shard(blocks, units=[*of_fp8_alone, *blocks.model.layers]))
     found["head in FP8"] = losses_of(fully_shard(build(), FP8Config(vocabulary_head=True)))
     found["tied head"] = losses_of(fully_shard(build(tie_word_embeddings=True)))
     found["rowwise"] = losses_of(fully_shard(build(), FP8Config(scaling="rowwise")))

@@ -59,12 +59,14 @@ def test_shards_of_fsdp2_are_handed_over_as_the_layers_cast_them(dtype: torch.dt
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     follow_resharding(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    before = dict(tensors(model, "tensorwise"))  # an engine is given weights before the first step too
     for step in range(2):
         tokens = token_batch(10 * step + dist.get_rank())
         model(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     handed = dict(tensors(model, "tensorwise"))
+    assert {name: each.dtype for name, each in before.items()} == {name: each.dtype for name, each in handed.items()}
     seen = seen_in_forward(model, token_batch(5))
     assert len(seen) == 14
     for name, (data, inverse_scale) in seen.items():

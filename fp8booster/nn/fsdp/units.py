@@ -26,6 +26,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from fp8booster.comm.observer import observer
 from fp8booster.comm.transport import one_tensor
+from fp8booster.formats import FORMATS
 from fp8booster.kernels.scales import new_inverse_scales
 from fp8booster.kernels.shard_cast import unpack
 from fp8booster.nn.fsdp.flat_weights import NAME
@@ -314,6 +315,8 @@ class UnitGather(AllGather):
             plain -= sent
         if plain:
             observer.count_plain(NAME, ranks, plain, self._reason, _GATHER)
+        if input_tensor.dtype in FORMATS:  # of a unit that has nothing else, which gloo and older NCCL do not know
+            output_tensor, input_tensor = output_tensor.view(torch.uint8), input_tensor.view(torch.uint8)
         return one_tensor("all_gather")(output_tensor, input_tensor, group, async_op)
 
 
