@@ -94,7 +94,17 @@ def average_in_fp8(model: nn.Module, state: DDPState | None = None) -> None:
         if isinstance(hook, _HookAtForward):
             hook.state = state
             return
-    model.register_forward_pre_hook(_HookAtForward(state))
+    at_forward(model, _HookAtForward(state))
+
+
+def at_forward(model: nn.Module, hook: Callable[[nn.Module, object], None]) -> None:
+    """Call a hook before a model's forward, and before those of its parts: peft calls a model past its hooks.
+
+    Args:
+        hook: is given the model or a part, and does nothing once it has done what it is for.
+    """
+    for module in (model, *(part for part in model.children() if any(True for _ in part.children()))):
+        module.register_forward_pre_hook(hook)
 
 
 class _HookAtForward:
@@ -108,5 +118,7 @@ class _HookAtForward:
             return
         # the one whose forward runs now, of which PyTorch's compiler asks the same
         wrapper = DistributedDataParallel._get_active_ddp_module()
-        if wrapper is not None and wrapper.module is model and not wrapper._comm_hooks:
+        if wrapper is None or wrapper._comm_hooks:
+            return
+        if any(each is model for each in wrapper.module.modules()):  # or adapters that came around it
             wrapper.register_comm_hook(self.state, ddp_hook)

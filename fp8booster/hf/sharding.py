@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from fp8booster.comm import Encoding
+from fp8booster.comm.ddp import at_forward
 from fp8booster.nn.distributed import follow_fsdp2
 from fp8booster.nn.linear.frozen import FrozenLayer
 
@@ -48,18 +49,19 @@ def follow_sharding(model: nn.Module, messages: Encoding | None) -> None:
         model: not sharded yet; it is found at its first forward after that.
         messages: how gradients are sent; None: nothing is sent in FP8.
     """
-    model.register_forward_pre_hook(_AtForward(messages))
+    at_forward(model, _AtForward(model, messages))
 
 
 class _AtForward:
     """Finds at a forward that FSDP2 has sharded the model. A class, for a model that is pickled."""
 
-    def __init__(self, messages: Encoding | None) -> None:
-        self.messages = messages
+    def __init__(self, model: nn.Module, messages: Encoding | None) -> None:
+        self.model, self.messages = model, messages
         self.is_done = False
 
-    def __call__(self, model: nn.Module, _: object) -> None:
-        if self.is_done or not isinstance(model, FSDPModule):
+    def __call__(self, _: nn.Module, __: object) -> None:
+        # the root may be around it, as adapters that came later
+        if self.is_done or not any(isinstance(each, FSDPModule) for each in self.model.modules()):
             return
         self.is_done = True
-        follow_fsdp2(model, self.messages)
+        follow_fsdp2(self.model, self.messages)

@@ -376,7 +376,5 @@ def test_a_model_with_another_head_is_not_read_as_a_causal_one(tmp_path: Path, i
         export(convert_to_fp8(model, FP8Config(always=True)), tmp_path / "model")
     else:
         model.save_pretrained(tmp_path / "model")
-    with pytest.raises(
-        ValueError, match=r"is a BertForMaskedLM, and .* here a BertLMHeadModel; load"
-    ):
+    with pytest.raises(ValueError, match=r"is a BertForMaskedLM, and .* here a BertLMHeadModel; load"):
         load_model(tmp_path / "model")
