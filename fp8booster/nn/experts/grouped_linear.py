@@ -120,6 +120,12 @@ class Products(NamedTuple):
     sums: RowLayout | None = None
     """Results are summed over the rows of each token; None: they stay rows."""
 
+    @property
+    def filled_rows(self) -> int:
+        """How many rows are not padding, as far as is known here."""
+        layout = self.reads or self.sums
+        return self.groups.rows if layout is None else layout.places.numel()
+
 
 def grouped_linear(
     input: torch.Tensor, weights: Sequence[torch.Tensor], w: GroupedWeight, how: Products
@@ -218,7 +224,7 @@ class _GroupedLinear(torch.autograd.Function):
             outputs, inputs = (dy.transpose, dy.inverse_scale), (x8, x_inverse_scale)
             (rows, scale_of_rows), (columns, scale) = (inputs, outputs) if ctx.is_transposed else (outputs, inputs)
             scales = scale_of_rows.expand(len(groups.ends))
-            options = _options(config, "wgrad", UNEVEN * groups.rows // len(groups.ends))
+            options = _options(config, "wgrad", UNEVEN * how.filled_rows // len(groups.ends))
             whole = summed_product(rows, columns, scales * how.weight_gradient_factors, scale, groups, **options)
             parts = whole.view(-1, whole.shape[2]).split([shape[:-1].numel() for shape in ctx.shapes])
             dw = [part.view(shape) for part, shape in zip(parts, ctx.shapes, strict=True)]

@@ -198,6 +198,8 @@ def test_values_and_gradients_are_near_those_in_fp32(form: str, way: str, monkey
     [
         (("fprop",), 2 * FEATURES, [True] * 6),  # of up: fprop, dgrad, wgrad; and of down
         (("fprop",), 2 * FEATURES - 1, [True, False, True, True, True, True]),
+        (("fprop",), TOKENS * EACH, [True, False, True, True, True, True]),  # of wgrad: what pads rows is no part of it
+        (("fprop",), TOKENS * EACH - 1, [True, False, False, True, True, False]),
         (("fprop",), HIDDEN - 1, [True, False, False, True, False, False]),
         (("fprop", "wgrad"), 0, [True, False, True] * 2),
         ((), 2 * FEATURES, [False] * 6),
