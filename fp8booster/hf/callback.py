@@ -10,6 +10,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from fp8booster.config import FP8Config, config_or_default
 from fp8booster.hf.prepare import BUCKET_MIB, convert, is_prepared
+from fp8booster.nn.weights.freshness import note_change
 
 
 class FP8Callback(TrainerCallback):
@@ -60,6 +61,13 @@ class FP8Callback(TrainerCallback):
                 "later; give it to the constructor, Trainer(callbacks=[FP8Callback()]), and with model_init let that "
                 "function return fp8booster.hf.prepare(model)"
             )
+
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Let FP8 weights be cast anew, also where no optimizer stepped: LOMO's weights change in backward."""
+        note_change([])
 
 
 def _check(args: TrainingArguments) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from torch import nn
@@ -192,6 +193,31 @@ def test_a_trainer_that_reads_logits_gets_them(tmp_path: Path) -> None:
     settings = arguments(TrainingArguments, tmp_path, max_steps=1)
     callback = FP8Callback(ALWAYS, fused_loss=False)
     assert OfLogits(model, settings, train_dataset=TRAINED, callbacks=[callback]).train().training_loss > 0
+
+
+def test_steps_that_are_no_optimizer_s_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LOMO updates weights in backward, through `.data`, and accelerate then leaves out the optimizer's step."""
+
+    def update(parameter: torch.Tensor) -> None:
+        parameter.data.sub_(0.3 * parameter.grad)
+
+    monkeypatch.setattr(AcceleratedOptimizer, "step", lambda optimizer, closure=None: None)
+    model = tiny_llama()
+    made = trainer(tmp_path, model)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+    made.train()
+
+    @torch.no_grad()
+    def loss(model: nn.Module) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(input_ids=token_batch(0), labels=token_batch(0)).loss
+
+    # at once, for a call of `train` or `eval`, or a load into any model, would let weights be looked at again
+    found = loss(model)
+    fresh = prepare(tiny_llama(), ALWAYS)
+    fresh.load_state_dict(model.state_dict())
+    assert found == loss(fresh.train())
 
 
 def test_label_smoothing_gets_logits(tmp_path: Path) -> None:
