@@ -17,7 +17,7 @@ from fp8booster.nn import FP8Layer
 from fp8booster.nn.fused.merged_layers import merged_layers
 from fp8booster.nn.weights.resharded import ReshardedWeight
 from tests.distributed import ranks, shared_folder
-from tests.hf.ways import ALWAYS, LIBRARIES, SAVED, run
+from tests.hf.ways import ALWAYS, LIBRARIES, SAVED, STEPS, run
 
 CLOSE = 0.01
 
@@ -70,6 +70,7 @@ def test_a_model_that_fsdp2_shards_trains_saves_and_resumes_in_fp8(way: str) -> 
     # embeddings, norms and the head are gathered in BF16
     assert comm.statistics()["parameter gather"].ratio < 0.8
     assert any(layer.fp8_weight.lacks_values for layer in layers)
+    assert len(ours.losses) == STEPS
     assert resumed.losses == ours.losses[SAVED:]
     assert all(
         torch.equal(one.full_tensor(), other.full_tensor())

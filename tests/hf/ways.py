@@ -117,7 +117,8 @@ def accelerate(folder: Path, config: FP8Config | None, resume: bool) -> Run:
     if config is not None:
         model = prepare(model, config, accelerator=accelerator)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, batches(TRAINED))
+    rows = samples(STEPS * BATCH * accelerator.num_processes)  # accelerate spreads batches over ranks
+    model, optimizer, loader = accelerator.prepare(model, optimizer, batches(rows))
     done = 0
     if resume:
         accelerator.load_state(folder / "saved")
