@@ -62,10 +62,7 @@ class FP8Callback(TrainerCallback):
                 "function return fp8booster.hf.prepare(model)"
             )
 
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Let FP8 weights be cast anew, also where no optimizer stepped: LOMO's weights change in backward."""
         note_change([])
 

@@ -39,6 +39,8 @@ WHY_NOT_ROUTERS = "a router, where rounding would send tokens to other experts"
 
 LEFT_OUT = "FP8Config.layers leaves it out"
 
+USE_FP8_IS_OFF = "use_fp8 is off"
+
 _KEPT = "_fp8booster_kept"
 """Attribute of a linear layer left alone, that holds a `Kept`."""
 
@@ -280,10 +282,11 @@ def weights_outside(
     more dimensions larger than one. Not embeddings and norms, which multiply no matrices; their classes are known by
     name.
     """
+    unknown = why_unknown(model)
     return [
         (path, module, name, outside)
         for path, module in _of_no_linear_layer(model, linears)
-        for name, outside in (module.__dict__.get(_OUTSIDE) or _outside(module, "use_fp8 is off")).items()
+        for name, outside in (module.__dict__.get(_OUTSIDE) or _outside(module, unknown)).items()
     ]
 
 
@@ -388,6 +391,13 @@ def _original(module: nn.Module) -> type[nn.Module]:
     return type(module).__dict__.get("original", type(module))
 
 
-def kept_reason(module: nn.Module) -> str:
-    """Return why a linear layer of a converted or unconverted model is not in FP8."""
-    return module.__dict__[_KEPT].reason if _KEPT in module.__dict__ else "use_fp8 is off"
+def kept_reason(module: nn.Module, unknown: str = USE_FP8_IS_OFF) -> str:
+    """Return why a linear layer is not in FP8; `unknown`, as of `why_unknown`, where no conversion has noted it."""
+    return module.__dict__[_KEPT].reason if _KEPT in module.__dict__ else unknown
+
+
+def why_unknown(model: nn.Module) -> str:
+    """Return why the conversion of a model, if any, has noted nothing of a part."""
+    if any(isinstance(module, (FP8Layer, FP8Experts)) for module in model.modules()):
+        return "it came after the model was converted"
+    return USE_FP8_IS_OFF

@@ -16,7 +16,15 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from fp8booster.config import FP8Config
-from fp8booster.nn.convert import Kept, heads_among, kept_reason, linear_layers, product_features, weights_outside
+from fp8booster.nn.convert import (
+    Kept,
+    heads_among,
+    kept_reason,
+    linear_layers,
+    product_features,
+    weights_outside,
+    why_unknown,
+)
 from fp8booster.nn.experts.fp8_experts import FP8Experts
 from fp8booster.nn.experts.grouped import GroupedExperts, grouped_experts
 from fp8booster.nn.fused.attention import kernels
@@ -242,12 +250,12 @@ def report(model: nn.Module) -> Report:
     }
     # found once: each looks at every module, of which large models have many thousands
     groups, linears, experts = merged_layers(model), linear_layers(model), list(grouped_experts(model))
-    heads = heads_among(model, linears)
+    heads, unknown = heads_among(model, linears), why_unknown(model)
     apart: dict[nn.Module, MergedLayers] = {
         layer: group for group in groups if group.why_not_merged is not None for layer in group.layers
     }
     return Report(
-        tuple(_layer_row(name, module, apart.get(module), bypassed.get(module)) for name, module in linears),
+        tuple(_layer_row(name, module, unknown, apart.get(module), bypassed.get(module)) for name, module in linears),
         tuple(
             _outside_row(f"{path}.{name}" if path else name, module, getattr(module, name), kept)
             for path, module, name, kept in weights_outside(model, linears)
@@ -352,7 +360,9 @@ def _bypassed(model: nn.Module) -> dict[nn.Module, str]:
     return found
 
 
-def _layer_row(name: str, module: nn.Module, group: MergedLayers | None, bypassed: str | None) -> LayerRow:
+def _layer_row(
+    name: str, module: nn.Module, unknown: str, group: MergedLayers | None, bypassed: str | None
+) -> LayerRow:
     weight, precision = _stored_weight(module), None
     if isinstance(module, FP8Layer) and bypassed is not None:
         precision, notes = "none" if bypassed is NOT_RUN else None, bypassed
@@ -360,7 +370,7 @@ def _layer_row(name: str, module: nn.Module, group: MergedLayers | None, bypasse
         never = module.in_fp8 and not any(module.in_fp8.values())
         precision, notes = None if never else "FP8", module.fp8_notes()
     else:
-        notes = kept_reason(module)
+        notes = kept_reason(module, unknown)
     if group is not None:
         notes = "; ".join(filter(None, (notes, f"not merged: {group.why_not_merged}")))
     return _row(name, product_features(module), weight, notes, precision)

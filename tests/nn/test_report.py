@@ -287,3 +287,12 @@ def test_a_frozen_layer_whose_values_are_read_has_not_run_in_fp8() -> None:
     with torch.no_grad():
         F.linear(model["runs"](torch.randn(16, 32)), model["read"].weight)
     assert [row.name for row in report(model).fp8] == ["runs"]
+
+
+def test_layers_that_came_after_the_conversion_say_so() -> None:
+    model = convert_to_fp8(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), FP8Config(always=True))
+    model[1] = nn.Linear(64, 64)
+    model.append(nn.Conv1d(64, 64, 1))
+    told = report(model)
+    assert [row.notes for row in told.rows[1:]] == ["it came after the model was converted"]
+    assert [row.notes for row in told.outside] == ["it came after the model was converted"]
