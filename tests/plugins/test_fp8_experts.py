@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
 
-from fp8booster import FP8Config, comm, convert_to_fp8, report
+from fp8booster import FP8Config, comm, convert_to_fp8, fully_shard, report
+from fp8booster.comm import Encoding
 from fp8booster.config import WeightCopies
 from fp8booster.nn.convert import WHY_NOT_ROUTERS
-from fp8booster.nn.experts.fp8_experts import FP8Experts
+from fp8booster.nn.experts.fp8_experts import ExpertWeight, FP8Experts
+from fp8booster.nn.fsdp.units import FP8FSDPParam, fsdp_units, holder_of, params_of
+from fp8booster.nn.sharding import WeightHolder
 from fp8booster.nn.weights.engine import EngineWeight
+from fp8booster.nn.weights.resharded import ReshardedWeight
 from tests.distributed import ranks, run_ranks, shared_folder
 from tests.nn.fused.models import MAJOR, VOCABULARY, build
 from tests.plugins.training import STAGES, Boosted, assert_equal, boost, ours
@@ -21,6 +28,8 @@ pytestmark = pytest.mark.skipif(MAJOR < 5, reason="experts are modules")
 
 FAMILIES = ("mixtral", "gpt_oss")
 """Whose experts lie as [out, in] each, and whose lie as [in, out], with biases and a gate of their own."""
+GATHERED = (*FAMILIES, "llama4_text")
+"""And whose block calls its experts otherwise."""
 PLUGINS: dict[str, dict[str, object]] = {
     "LowLevelZeroPlugin": {"stage": 2, "precision": "bf16"},
     "TorchDDPPlugin": {},
@@ -40,7 +49,7 @@ def assert_in_fp8(model: nn.Module) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", GATHERED)
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_experts_train_in_fp8_as_in_bf16(plugin: str, family: str) -> None:
     import fp8booster.plugins
@@ -143,6 +152,95 @@ def moved(run: Boosted, plain: nn.Module) -> float:
     found, before = run.parameters(), dict(plain.named_parameters())
     names = [name for name in before if "experts" in name and name.endswith("proj")]
     return min((found[name] != before[name]).float().mean().item() for name in names)
+
+
+def gathered_in_fp8(run: Boosted) -> list[WeightHolder]:
+    """Who multiplies by what FSDP or Gemini gathers in FP8."""
+    found: list[WeightHolder] = []
+    for module in run.model.modules():
+        if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
+            found += [place.layer for place in module._handle.fp8_weights._fp8]
+    return found or list(run.model._plan.layers.values())
+
+
+@ranks(2)
+@pytest.mark.parametrize("family", GATHERED)
+@pytest.mark.parametrize("plugin", ["TorchFSDPPlugin", "GeminiPlugin"])
+def test_engines_gather_experts_in_fp8(plugin: str, family: str) -> None:
+    import fp8booster.plugins
+
+    made = getattr(fp8booster.plugins, plugin)(use_fp8=True, **PLUGINS[plugin])
+    run = boost(made, build(family))
+    losses = [run.step(tokens(dist.get_rank()))[0] for _ in range(3)]
+    assert losses[-1] < losses[0]
+    from fp8booster.colossal.gemini.chunks import ChunkWeight
+
+    of_experts = [each for each in gathered_in_fp8(run) if isinstance(each, ExpertWeight)]
+    assert len(of_experts) == 4  # two parameters a layer, of two layers
+    sources = {type(each.fp8_weight) for each in of_experts}
+    assert sources == {ChunkWeight if plugin == "GeminiPlugin" else ReshardedWeight}
+    assert_in_fp8(run.model)
+
+
+def sharded_by_fsdp2(family: str, config: FP8Config, **options: object) -> nn.Module:
+    return fully_shard(build(family).bfloat16(), config, **options)
+
+
+@ranks(2)
+@pytest.mark.parametrize("family", GATHERED)
+def test_fsdp2_gathers_the_bytes_that_a_rank_would_cast(family: str) -> None:
+    results = []
+    for messages in (Encoding(), None):
+        model = sharded_by_fsdp2(family, FP8Config(messages=messages))
+        gathered = [param for unit in fsdp_units(model) for param in params_of(unit) if isinstance(param, FP8FSDPParam)]
+        of_experts = [param for param in gathered if isinstance(holder_of(param), ExpertWeight)]
+        assert len(of_experts) == (0 if messages is None else 4)
+        losses = []
+        for _ in range(2):  # the second of weights that were gathered, freed and gathered again
+            loss = model(input_ids=tokens(0), labels=tokens(0)).loss
+            loss.backward()
+            losses.append(loss.item())
+        results.append((losses, {name: each.grad.full_tensor() for name, each in model.named_parameters()}))
+        assert_in_fp8(model)
+    (losses, gradients), (others, expected) = results
+    assert losses == others
+    for name, gradient in gradients.items():  # which are reduced in FP8, or in 16 bits
+        assert (gradient - expected[name]).norm() <= 0.06 * expected[name].norm(), name
+
+
+@ranks(2)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_code_reads_what_fsdp2_gathered(family: str) -> None:
+    """For calls that are not in FP8."""
+    model = sharded_by_fsdp2(family, FP8Config())
+    expected = model(input_ids=tokens(0), labels=tokens(0)).loss.item()
+    with mock.patch.object(FP8Experts, "_why_not_called_so", return_value="a test"):
+        loss = model(input_ids=tokens(0), labels=tokens(0)).loss
+        loss.backward()
+    assert loss.item() == pytest.approx(expected, rel=5e-3)
+    assert all(each.grad.full_tensor().isfinite().all() for each in model.parameters())
+    notes = [row.notes for row in report(model).outside if "experts" in row.name and row.precision == "FP8"]
+    assert len(notes) == 4
+    assert all(each.endswith("not in FP8 for some calls: a test") for each in notes)
+
+
+@ranks(2)
+def test_experts_that_compute_in_fp16_are_gathered_so() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.float16)
+    model = sharded_by_fsdp2("mixtral", FP8Config(), mp_policy=policy)
+    comm.reset_statistics()
+    assert model(input_ids=tokens(0), labels=tokens(0)).loss.isfinite()
+    assert any("BF16 alone" in reason for reason in comm.statistics()["parameter gather"].uncompressed)
+
+
+@ranks(2)
+def test_gemini_has_no_16_bit_weights_for_transformers_code() -> None:
+    from fp8booster.plugins import GeminiPlugin
+
+    run = boost(GeminiPlugin(use_fp8=True, precision="bf16"), build("mixtral"))
+    told = pytest.raises(RuntimeError, match="lie in FP8 alone under Gemini")
+    with mock.patch.object(FP8Experts, "_why_not_called_so", return_value="a test"), told:
+        run.loss(tokens(0))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

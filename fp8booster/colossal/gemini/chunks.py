@@ -199,7 +199,7 @@ class FP8Chunk(ReducedChunk):
             group.merged.fp8_weight = ChunkWeight(self)
         give_memory(self.cuda_global_chunk)  # torch makes no views of what has none
         begin, end = self.tensors_info[weights[0]].offset, self.tensors_info[weights[-1]].end
-        data = self.cuda_global_chunk[begin:end].view(self.weight_format).view(-1, weights[0].shape[1])
+        data = self.cuda_global_chunk[begin:end].view(self.weight_format).view(-1, weights[0].shape[-1])
         group.lie_in(QuantizedMatrix(data, data.new_empty(0), inverse_scale, None))
         if not self.is_gathered:
             take_memory(self.cuda_global_chunk)
@@ -255,7 +255,7 @@ class FP8Chunk(ReducedChunk):
             # into the same storage: what autograd saved of it in forward is read in backward
             give_memory(self._decoded[parameter])
         # multiplied in FP32, and rounded once, by the copy
-        self._decoded[parameter].copy_(matrix.data.float() * matrix.inverse_scale)
+        self._decoded[parameter].copy_((matrix.data.float() * matrix.inverse_scale).view(parameter.shape))
         parameter.data = self._decoded[parameter]
 
     def owns_values_of(self, parameter: torch.nn.Parameter) -> bool:
@@ -352,6 +352,14 @@ class ChunkWeight(ReshardedWeight):
             return gathered()
 
         return backward_weight
+
+    def keep_values(self) -> None:
+        """Raise RuntimeError: what computes reads the weights past Gemini's hooks, which would decode them."""
+        raise RuntimeError(
+            "the weights of experts lie in FP8 alone under Gemini, and their own code, which reads them in 16 bits, is "
+            "to run; call them with tokens [T, H], their experts and these' weights [T, k], or give the plugin "
+            "fp8_communication=False"
+        )
 
     def forget(self) -> None:
         """Do nothing: the chunk holds all that there is of the weights."""

@@ -25,10 +25,10 @@ from fp8booster.colossal.gemini.chunks import FP8Chunk, ReducedChunk
 from fp8booster.comm import Encoding
 from fp8booster.config import FP8Config
 from fp8booster.kernels.alignment import ALIGNMENT
+from fp8booster.nn.experts.fp8_experts import weight_holders, why_not_in
 from fp8booster.nn.fused.merged_layers import merged_layers
-from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import change_class, count_readers
-from fp8booster.nn.sharding import NOT_FP8, why_not_cast
+from fp8booster.nn.sharding import NOT_FP8, WeightHolder, why_not_cast
 
 RESIDENT = "resident"
 WEIGHTS = "weights"
@@ -50,25 +50,28 @@ class Plan:
         model: converted to FP8 layers, and sharded where it shall be.
         config: of the FP8 layers.
         master_weights: there are FP32 masters to cast from.
+        dtype: that the model computes in besides.
     """
 
-    def __init__(self, model: nn.Module, config: FP8Config, master_weights: bool) -> None:
+    def __init__(self, model: nn.Module, config: FP8Config, master_weights: bool, dtype: torch.dtype) -> None:
         self.config = config
         self.reasons: dict[nn.Parameter, str] = {}
         """The reason why the weight of an FP8 layer is gathered in 16 bits."""
 
-        self.layers: dict[nn.Parameter, FP8Layer] = {}
-        """The layer of each weight that is gathered in FP8."""
+        self.layers: dict[nn.Parameter, WeightHolder] = {}
+        """The layer, or the experts, of each weight that is gathered in FP8."""
 
         readers = count_readers(model)
         # without masters a weight is its own: it must not be rounded to FP8
         of_engine = None if master_weights else "no master weights"
         for module in model.modules():
-            if isinstance(module, FP8Layer) and module.held_weight.requires_grad:
-                weight = module.held_weight
-                reason = why_not_cast(module, readers=readers[weight], of_engine=of_engine)
+            for name, layer in weight_holders(module).items():
+                weight = module._parameters.get(name)
+                if weight is None or not weight.requires_grad:
+                    continue
+                reason = why_not_cast(layer, readers=readers[weight], of_engine=of_engine or why_not_in(dtype, layer))
                 if reason is None:
-                    self.layers[weight] = module
+                    self.layers[weight] = layer
                 else:
                     self.reasons[weight] = reason
         self.groups = {

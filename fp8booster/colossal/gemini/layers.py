@@ -128,9 +128,10 @@ def gather_for_layers(model: nn.Module) -> None:
         # for any number of tokens: ranks with different ones must gather and reduce chunks in one order, and layers
         # that run as one product do it in another than one by one; nor has an FP8 chunk 16-bit values to compute with
         if isinstance(module, FP8Experts):
-            module.follow_resharding()
-            for source in module.fp8_weights.values():
-                source.always = True
+            for name, source in module.fp8_weights.items():
+                if not isinstance(source, ChunkWeight):
+                    module.fp8_weights[name] = ReshardedWeight(module.is_transposed)
+                module.fp8_weights[name].always = True
         elif isinstance(module, FP8Layer) and not is_ddp_ignored(module.held_weight):
             # one that is computed anew for each forward, as by spectral norm, is gathered as what it is computed from
             if module._parameters.get("weight") is not None and not isinstance(module.fp8_weight, ChunkWeight):

@@ -11,8 +11,7 @@ from fp8booster.colossal.gemini.chunks import FP8Chunk
 from fp8booster.comm.observer import observer
 from fp8booster.kernels.scales import new_inverse_scales
 from fp8booster.nn.fused.merged_layers import MergedLayers
-from fp8booster.nn.linear.layer import FP8Layer
-from fp8booster.nn.sharding import ShardedCast, scale_groups
+from fp8booster.nn.sharding import ShardedCast, WeightHolder, scale_groups
 
 NAME = "amax of weights"
 """The row of `fp8booster.comm.statistics` for the reductions that scales come from."""
@@ -31,7 +30,7 @@ class Masters:
     """
 
     def __init__(
-        self, chunks: Sequence[FP8Chunk], layers: Mapping[nn.Parameter, FP8Layer], merged: Sequence[MergedLayers]
+        self, chunks: Sequence[FP8Chunk], layers: Mapping[nn.Parameter, WeightHolder], merged: Sequence[MergedLayers]
     ) -> None:
         self._chunks = tuple(chunks)
         self._parts = [(chunk, *chunk.own_range(weight)) for chunk in chunks for weight in chunk.tensors_info]

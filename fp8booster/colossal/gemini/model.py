@@ -99,7 +99,7 @@ class FP8GeminiDDP(GatheringGeminiDDP):
     """
 
     def __init__(self, module: nn.Module, config: FP8Config, **arguments: Any) -> None:
-        self._plan = Plan(module, config, arguments["master_weights"])
+        self._plan = Plan(module, config, arguments["master_weights"], arguments["mixed_precision"])
         self._built_in = {parameter: parameter.dtype for parameter in module.parameters()}
         self._encoding = config.messages or Encoding()
         policy, frac = arguments["placement_policy"], arguments["offload_param_frac"]

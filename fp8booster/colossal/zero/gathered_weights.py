@@ -31,7 +31,7 @@ from fp8booster.comm.observer import bytes_of_encoded, observer
 from fp8booster.comm.threshold import ranks_of
 from fp8booster.comm.transport import gather_many
 from fp8booster.kernels.shard_cast import unpack
-from fp8booster.nn.experts.fp8_experts import ExpertWeight, FP8Experts
+from fp8booster.nn.experts.fp8_experts import ExpertWeight, weight_holders, why_not_in
 from fp8booster.nn.experts.grouped import grouped_experts
 from fp8booster.nn.fused.merged_layers import MergedLayers, merged_layers
 from fp8booster.nn.linear.layer import FP8Layer, restore_weight
@@ -163,15 +163,12 @@ class GatheredWeights:
             readers.update(by_stage.values())  # other pipeline stages hold it too
         layers: list[WeightHolder] = []
         for module in model.modules():
-            held: dict[WeightHolder, Any] = {}
-            if isinstance(module, FP8Experts):
-                held = {each: each.held_weight for each in module.expert_weights()}
-            elif isinstance(module, FP8Layer):
-                held = {module: module._parameters.get("weight")}
-            for layer, weight in held.items():
+            for name, layer in weight_holders(module).items():
+                weight: Any = module._parameters.get(name)
                 if id(weight) not in masters:
                     continue
-                reason = why_not_cast(layer, readers=readers[weight], of_engine=self._why_not_cast(weight))
+                of_engine = self._why_not_cast(weight) or why_not_in(weight.dtype, layer)
+                reason = why_not_cast(layer, readers=readers[weight], of_engine=of_engine)
                 if reason is None:
                     layers.append(layer)
                 else:

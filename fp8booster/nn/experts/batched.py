@@ -32,6 +32,12 @@ class BatchedExperts(FP8Experts):
     gate_up_proj: Tensor
     act_fn: Callable[[Tensor], Tensor]
 
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As the module, or as `on_rows` with its layouts: an engine gathers parameters around a forward alone."""
+        if len(args) == 3 and isinstance(args[1], RowLayout):
+            return self.on_rows(*args)
+        return super().forward(*args, **kwargs)
+
     def _why_not_called_so(self, args: tuple, kwargs: dict[str, Any]) -> str | None:
         rows = args[0] if len(args) == 1 and not kwargs else None
         if torch.is_tensor(rows) and rows.dim() == 2 and len(rows) % len(self.gate_up_proj) == 0:
@@ -99,7 +105,7 @@ class ScaledMixture(nn.Module):
             told = factors.new_zeros(found.shape).scatter(1, chosen, factors).t()
         layout = RowLayout.of_choices(chosen, len(experts.gate_up_proj))
         scaled = (tokens.unsqueeze(1) * factors.unsqueeze(2)).view(-1, tokens.shape[1])
-        mixed = experts.on_rows(scaled, layout.by_choice(), layout).to(tokens.dtype)
+        mixed = experts(scaled, layout.by_choice(), layout).to(tokens.dtype)
         return self.shared_expert(tokens) + mixed, told
 
 

@@ -23,11 +23,13 @@ from fp8booster.kernels.device import require_fp8
 from fp8booster.nn.experts.dispatch import scale_gradient
 from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.experts.row_layout import RowLayout, owners_of
-from fp8booster.nn.experts.stack import StackedParameter, pays, run_stacks, why_not_bf16, why_not_stacked
+from fp8booster.nn.experts.stack import NOT_BF16, StackedParameter, pays, run_stacks, why_not_bf16, why_not_stacked
 from fp8booster.nn.fused.activations import fused_kind
 from fp8booster.nn.fused.pointwise import Saving, activate
 from fp8booster.nn.fused.trials import gates_by_activation
-from fp8booster.nn.modules import change_class, mixed_class
+from fp8booster.nn.linear.layer import FP8Layer
+from fp8booster.nn.modules import change_class, mixed_class, run_with
+from fp8booster.nn.sharding import WeightHolder
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.freshness import look_again
 from fp8booster.nn.weights.resharded import ReshardedWeight
@@ -184,7 +186,7 @@ class FP8Experts(nn.Module):
         if torch.compiler.is_compiling():  # the host reads how many rows an expert gets
             mixture = torch.compiler.disable(mixture)
         made = mixture(self, *args, **kwargs)
-        return super().forward(*args, **kwargs) if made is None else made
+        return self._as_written("forward", *args, **kwargs) if made is None else made
 
     def _mixture(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
         """The same in FP8, or None where it is to be computed in high precision."""
@@ -197,7 +199,7 @@ class FP8Experts(nn.Module):
     def run(self, rows: torch.Tensor, counts: HostCopy, factor: float, usual_rows: float) -> torch.Tensor:
         """Compute the experts of this rank, where they are spread over ranks: a `spread.Run`."""
         if not self.runs_on(rows, usual_rows):
-            return cast(Any, super()).run(rows, counts, factor, usual_rows)
+            return self._as_written("run", rows, counts, factor, usual_rows)
         layout = RowLayout.of_senders(counts.on_device, len(rows))
         owners = owners_of(counts.on_device, len(rows)).unsqueeze(1) if self.has_bias else None
         made = self.on_rows(rows, layout, layout, owners, factor=factor)
@@ -206,6 +208,21 @@ class FP8Experts(nn.Module):
         # times the factor behind the norm and its inverse before it: its weight alone sees the factor
         norm: Any = self.post_expert_norm
         return scale_gradient(norm(scale_gradient(made, 1 / factor)).to(made.dtype), factor)
+
+    def _as_written(self, method: str, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return what the module's class computes by a method, on values in 16 bits."""
+        sources = self.fp8_weights.values()
+        for source in sources:
+            source.keep_values()
+
+        def compute(module: FP8Experts, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return getattr(super(), method)(*args, **kwargs)
+
+        if not any(source.lacks_values for source in sources):
+            return compute(self, *args, **kwargs)
+        # views: of a parameter autograd would find in backward what it holds then, which may be nothing
+        views = {name: parameter.view_as(parameter) for name in self.fp8_weights for parameter in [getattr(self, name)]}
+        return run_with(compute, self, views, *args, **kwargs)
 
     def runs_on(self, tokens: torch.Tensor, rows: float) -> bool:
         """Tell whether so many rows in all, made of tokens, are computed in FP8; the report says why not."""
@@ -404,3 +421,19 @@ class ExpertWeight:
 
     def __reduce__(self) -> tuple:
         return ExpertWeight, (self._experts, self._name)
+
+
+def weight_holders(module: nn.Module) -> dict[str, WeightHolder]:
+    """Return what multiplies by each of a module's own weights in FP8, by name; none: nothing does.
+
+    Of layers and experts alike, for engines that cast and gather weights. By that name the module holds a parameter, or
+    what an engine or a parametrization put in its place.
+    """
+    if isinstance(module, FP8Experts):
+        return dict(zip(module.fp8_weights, module.expert_weights(), strict=True))
+    return {"weight": module} if isinstance(module, FP8Layer) else {}
+
+
+def why_not_in(dtype: torch.dtype, holder: WeightHolder) -> str | None:
+    """Return why a weight that computes in a dtype must not be rounded to FP8; None: what computes is FP8."""
+    return NOT_BF16 if isinstance(holder, ExpertWeight) and dtype is torch.float16 else None

@@ -33,6 +33,9 @@ EXPERTS_THAT_PAY = 8
 `speed_model.computes_in_fp8` finds FP8 faster for their rows as one product."""
 
 
+NOT_BF16 = "grouped products give BF16 alone"
+
+
 class WeightStack(Protocol):
     """The weights of one layer of all experts."""
 
@@ -97,7 +100,7 @@ def why_not_bf16(tokens: torch.Tensor, *weights: torch.Tensor) -> str | None:
         dtypes = {torch.get_autocast_dtype(device)}
     else:
         dtypes = {tokens.dtype, *(weight.dtype for weight in weights)}
-    return None if dtypes == {torch.bfloat16} else "grouped products give BF16 alone"
+    return None if dtypes == {torch.bfloat16} else NOT_BF16
 
 
 def pays(

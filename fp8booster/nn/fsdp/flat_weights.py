@@ -24,8 +24,8 @@ from fp8booster.comm.transport import gather_bytes, new_message
 from fp8booster.kernels.alignment import aligned
 from fp8booster.kernels.scales import new_inverse_scales
 from fp8booster.kernels.shard_cast import unpack
+from fp8booster.nn.experts.fp8_experts import weight_holders, why_not_in
 from fp8booster.nn.fused.merged_layers import MergedLayers
-from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.sharding import NOT_FP8, ShardedCast, WeightHolder, scale_groups, why_not_cast
 from fp8booster.tensor import QuantizedMatrix
 
@@ -52,7 +52,7 @@ class Place:
 class FP8Place(Place):
     """Those of a weight that is gathered in FP8."""
 
-    layer: FP8Layer
+    layer: WeightHolder
     shape: torch.Size
 
 
@@ -63,10 +63,18 @@ class FlatWeights:
         flat_param: of the unit.
         rank, ranks: of the group that it is sharded over.
         merged: layers of the unit that are multiplied as one, or one by one where their weights cannot be stacked.
+        dtype: that the unit computes in besides.
     """
 
-    def __init__(self, flat_param: FlatParameter, rank: int, ranks: int, merged: Sequence[MergedLayers] = ()) -> None:
-        self._rank, self._ranks = rank, ranks
+    def __init__(
+        self,
+        flat_param: FlatParameter,
+        rank: int,
+        ranks: int,
+        merged: Sequence[MergedLayers] = (),
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        self._rank, self._ranks, self._dtype = rank, ranks, dtype
         self._shard_size = flat_param._sharded_size.numel()
         self.reasons: dict[str, str] = {}
         """The reason why a weight of an FP8 layer is gathered in 16 bits, by its name in the unit."""
@@ -94,10 +102,12 @@ class FlatWeights:
             flat_param._param_extensions,
             strict=True,
         ):
-            layer = info.module
-            if not isinstance(layer, FP8Layer) or info.param_name != "weight":
+            layer = weight_holders(info.module).get(info.param_name)
+            if layer is None:
                 continue
-            reason = why_not_cast(layer, readers=1 + ((layer, "weight") in shared), shape=shape)
+            readers = 1 + ((info.module, info.param_name) in shared)
+            of_engine = why_not_in(self._dtype, layer)
+            reason = why_not_cast(layer, readers=readers, shape=shape[-2:], of_engine=of_engine)
             if reason is None and (not contiguous or extension is not None):
                 reason = "not contiguous"
             elif reason is None and config is not None and layer.fp8_config != config:
@@ -106,7 +116,7 @@ class FlatWeights:
                 config = layer.fp8_config
                 yield FP8Place(start, end, layer, shape)
             else:
-                self.reasons[f"{info.module_name}.weight"] = reason
+                self.reasons[f"{info.module_name}.{info.param_name}"] = reason
 
     def _why_apart(self, merged: MergedLayers) -> str | None:
         layers = [place.layer for place in self._fp8]
@@ -198,15 +208,14 @@ class FlatWeights:
         places: dict[WeightHolder, FP8Place] = {place.layer: place for place in self._fp8}
         sizes = [sum(places[layer].shape.numel() for layer in group.layers) for group in self._groups]
         for group, values, scale in zip(self._groups, fp8.split(sizes), scales, strict=True):
-            data = values.view(-1, places[group.layers[0]].shape[1])
+            data = values.view(-1, places[group.layers[0]].shape[-1])
             # with a transpose: `unpack` writes both layouts and the 16-bit values in one pass over the bytes
             group.lie_in(QuantizedMatrix(data, data.new_empty(data.shape[::-1]), scale, None))
         data, transposes, inverse_scales, _ = zip(
             *(part for group in self._groups for part in group.parts), strict=True
         )
-        unpack(
-            data, inverse_scales, transposes, [whole[place.start : place.end].view(place.shape) for place in self._fp8]
-        )
+        kept = [whole[place.start : place.end].view(-1, place.shape[-1]) for place in self._fp8]
+        unpack(data, inverse_scales, transposes, kept)
         for group in self._groups:
             group.fill()
 

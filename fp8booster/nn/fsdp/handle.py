@@ -49,7 +49,8 @@ class FP8FlatParamHandle(FlatParamHandle):
     def convert_in_place(cls, handle: FlatParamHandle, merged: Sequence[MergedLayers] = ()) -> None:
         """Turn a handle into this class in place; `merged` are layers of its unit that are multiplied as one."""
         converted = change_class(handle, cls)
-        converted.fp8_weights = FlatWeights(handle.flat_param, handle.rank, handle.world_size, merged)
+        dtype = handle._fwd_bwd_param_dtype or handle.flat_param.dtype
+        converted.fp8_weights = FlatWeights(handle.flat_param, handle.rank, handle.world_size, merged, dtype)
         converted.is_rounded = False
 
     def unshard(self) -> None:

@@ -1,9 +1,10 @@
-"""FSDP2 (`fully_shard`) whose units gather the weights of FP8 layers in FP8, straight for the products.
+"""FSDP2 (`fully_shard`) whose units gather the weights of FP8 layers and experts in FP8, straight for the products.
 
-Each rank holds rows of a weight. Before a unit runs its ranks agree on the amax of each FP8 layer's weight, cast their
-rows, and gather these bytes in one message with the unit's other parameters, which stay as they are. What was gathered
-is what the layers multiply by. Backward gathers it again and transposes it; the weight has no values in 16 bits, unless
-somebody reads it without its layer. The optimizer updates the exact shards, and a checkpoint has these.
+Each rank holds rows of a weight; of experts in one parameter, whole experts. Before a unit runs its ranks agree on the
+amax of each weight, cast their rows, and gather these bytes in one message with the unit's other parameters, which stay
+as they are. What was gathered is what the layers multiply by. Backward gathers it again and transposes it; the weight
+has no values in 16 bits, unless somebody reads it without its layer. The optimizer updates the exact shards, and a
+checkpoint has these.
 
 FSDP2 lets the local tensor of a parameter say what it sends and what is made of it: `fsdp_pre_all_gather` and
 `fsdp_post_all_gather`. A parameter's bookkeeping, `FSDPParam`, asks the tensor for them; a subclass, put in place by
@@ -12,6 +13,7 @@ class, answers for it here, as tensors change when a state is loaded.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -29,9 +31,9 @@ from fp8booster.comm.transport import one_tensor
 from fp8booster.formats import FORMATS
 from fp8booster.kernels.scales import new_inverse_scales
 from fp8booster.kernels.shard_cast import unpack
+from fp8booster.nn.experts.fp8_experts import weight_holders, why_not_in
 from fp8booster.nn.fsdp.flat_weights import NAME
 from fp8booster.nn.fused.merged_layers import MergedLayers
-from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import change_class
 from fp8booster.nn.sharding import NOT_FP8, ScaleGroup, ShardedCast, WeightHolder, scale_groups, why_not_cast
 from fp8booster.nn.weights.resharded import ReshardedWeight
@@ -112,7 +114,7 @@ class FP8FSDPParam(FSDPParam):
             return
         if not any(self._unsharded_param.stride()):
             values = torch.empty(self._orig_size, dtype=self._unsharded_param.dtype, device=self.device)
-            unpack([quantized.data], [quantized.inverse_scale], [None], [values])
+            unpack([quantized.data], [quantized.inverse_scale], [None], [values.view(quantized.data.shape)])
             self._unsharded_param.data = values
 
     def _drop_values(self) -> None:
@@ -176,14 +178,14 @@ class FP8Unit:
     """The weights of a unit that are gathered in FP8.
 
     Args:
-        params: of the unit, all of which are of FP8 layers that `why_not_cast` has no reason for.
+        params: of the unit, all of which are of FP8 layers or experts that `why_not_cast` has no reason for.
         merged: layers of the unit that are multiplied as one, or one by one where their weights cannot be stacked.
         group: the ranks that hold the rows.
     """
 
     def __init__(self, params: Sequence[FSDPParam], merged: Sequence[MergedLayers], group: dist.ProcessGroup) -> None:
         self._group, self._ranks = group, group.size()
-        of_layer: dict[WeightHolder, Any] = {cast(FP8Layer, param._module_info.module): param for param in params}
+        of_layer: dict[WeightHolder, Any] = {cast(WeightHolder, holder_of(param)): param for param in params}
 
         def why_apart(merged: MergedLayers) -> str | None:
             even = all(of_layer[layer]._orig_size[0] % self._ranks == 0 for layer in merged.layers)
@@ -258,8 +260,8 @@ class FP8Unit:
             inverse_scale.record_stream(torch.cuda.current_stream(inverse_scale.device))
         place = self._place_of[param]
         layer, group = place.layer, place.group
-        rows, columns = param._orig_size
-        data = gathered.view(-1, columns)[:rows]
+        *rows, columns = param._orig_size
+        data = gathered.view(-1, columns)[: math.prod(rows)]
         nothing = data.new_empty(0)
         weights = [layer.held_weight]
         place.source.fill(weights, layer.in_product_layout(QuantizedMatrix(data, nothing, inverse_scale, None)))
@@ -335,11 +337,14 @@ def gather_in_fp8(
         reasons = []
         params = params_of(module)
         for param in params:
-            layer = param._module_info.module
-            if not isinstance(layer, FP8Layer) or param._module_info.param_name != "weight":
+            layer = holder_of(param)
+            if layer is None:
                 continue
             readers = 1 + len(param._module_info.shared_modules)
-            reason = why_not_cast(layer, readers=readers, shape=param._orig_size, of_engine=kept.get(id(layer)))
+            of_engine = kept.get(id(param._module_info.module))
+            dtype = module._get_fsdp_state()._mp_policy.param_dtype or param.sharded_param.dtype
+            of_engine = of_engine or why_not_in(dtype, layer)
+            reason = why_not_cast(layer, readers=readers, shape=param._orig_size[-2:], of_engine=of_engine)
             if reason is None and param.post_forward_mesh_info not in (None, param.mesh_info):
                 reason = "spread over fewer ranks after forward"
             if reason is None and hasattr(param, "_unsharded_param"):
@@ -356,6 +361,11 @@ def gather_in_fp8(
             unit = FP8Unit(chosen, merged_in.get(module, ()), chosen[0].mesh_info.shard_process_group)
         if params:
             module.set_custom_all_gather(UnitGather(unit, reasons))
+
+
+def holder_of(param: FSDPParam) -> WeightHolder | None:
+    """Return the FP8 layer or experts that multiply by a parameter; None: it is not multiplied in FP8."""
+    return weight_holders(param._module_info.module).get(param._module_info.param_name)
 
 
 def fsdp_units(model: nn.Module) -> list[Any]:
