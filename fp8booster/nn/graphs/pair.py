@@ -146,6 +146,13 @@ class GraphPair:
         # counted once nothing but this pair holds the places: one more later is a gradient that somebody keeps
         self._holders = list(map(record.holders, self._places))
 
+    @property
+    def copied(self) -> int:
+        """Bytes that a replay of backward copies out: gradients that its products write to no place that stays."""
+        return sum(
+            each.nbytes for each, stays in zip(self._gradients, self._stays, strict=True) if each is not None and not stays
+        )
+
     def free(self) -> None:
         """Give up the graphs, once: what runs next raises."""
         self.lacks_graphs = True
