@@ -11,6 +11,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from fp8booster.config import FP8Config, config_or_default
 from fp8booster.hf.prepare import BUCKET_MIB, convert, is_prepared
 from fp8booster.nn.weights.freshness import note_change
+from fp8booster.optim import AdamW
 
 
 class FP8Callback(TrainerCallback):
@@ -28,8 +29,9 @@ class FP8Callback(TrainerCallback):
 
     Raises:
         TypeError: the configuration is no FP8Config.
-        ValueError: by the Trainer, as `prepare` says; for several GPUs in one process, for Liger's kernels, and where
-            the Trainer trains another model than its constructor was given.
+        ValueError: by the Trainer, as `prepare` says; for several GPUs in one process, for Liger's kernels, where the
+            Trainer trains another model than its constructor was given, and where `fp8booster.optim.AdamW` updates in
+            backward and gradients are to be clipped, or accumulated over other micro-batches than its own.
     """
 
     def __init__(self, config: FP8Config | None = None, *, fused_loss: bool | None = None) -> None:
@@ -52,15 +54,17 @@ class FP8Callback(TrainerCallback):
         state: TrainerState,
         control: TrainerControl,
         model: nn.Module | None = None,
+        optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Refuse a model that is not the one that was converted."""
+        """Refuse a model that is not the one that was converted, and an optimizer that does not do as the Trainer."""
         if model is not None and not is_prepared(model):
             raise ValueError(
                 "the model has no FP8 layers: it was made after FP8Callback converted one, or the callback was added "
                 "later; give it to the constructor, Trainer(callbacks=[FP8Callback()]), and with model_init let that "
                 "function return fp8booster.hf.prepare(model)"
             )
+        _check_optimizer(args, getattr(optimizer, "optimizer", optimizer))  # accelerate's wrapper, as a rule
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Let FP8 weights be cast anew, also where no optimizer stepped: LOMO's weights change in backward."""
@@ -75,6 +79,23 @@ def _check(args: TrainingArguments) -> None:
         raise ValueError(
             "several GPUs in one process share a model by DataParallel, which copies it at each step; start a process "
             "for each GPU, by torchrun or accelerate launch"
+        )
+
+
+def _check_optimizer(args: TrainingArguments, optimizer: Any) -> None:
+    """Raise ValueError where an optimizer that updates in backward would pass over what a Trainer was asked for."""
+    if not (isinstance(optimizer, AdamW) and optimizer.updates_in_backward):
+        return
+    if args.max_grad_norm:
+        raise ValueError(
+            f"max_grad_norm is {args.max_grad_norm}, and an AdamW with update_in_backward leaves no gradients to clip; "
+            "give max_grad_norm=0"
+        )
+    steps = args.gradient_accumulation_steps
+    if optimizer.micro_batches != steps:
+        raise ValueError(
+            f"gradient_accumulation_steps is {steps}, and the AdamW updates in backward after "
+            f"{optimizer.micro_batches}; make it with micro_batches={steps}"
         )
 
 

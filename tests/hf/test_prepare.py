@@ -20,6 +20,7 @@ from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 from fp8booster import FP8Config, FP8Linear, quantize
 from fp8booster.hf import FP8Callback, prepare
 from fp8booster.nn.fused import fused_summary, use_fused_loss, use_native_loss
+from fp8booster.optim import AdamW
 from tests.colossal.models import tiny_llama, token_batch
 from tests.hf.ways import ALWAYS, TRAINED, arguments
 
@@ -30,7 +31,7 @@ def _no_accelerator() -> None:
 
 
 def trainer(folder: Path, model: nn.Module | None = None, callback: FP8Callback | None = None, **more: Any) -> Trainer:
-    init = {name: more.pop(name) for name in ("model_init",) if name in more}
+    init = {name: more.pop(name) for name in ("model_init", "optimizers") if name in more}
     return Trainer(
         model,
         arguments(TrainingArguments, folder, max_steps=1, save_steps=9, **more),
@@ -193,6 +194,27 @@ def test_a_trainer_that_reads_logits_gets_them(tmp_path: Path) -> None:
     settings = arguments(TrainingArguments, tmp_path, max_steps=1)
     callback = FP8Callback(ALWAYS, fused_loss=False)
     assert OfLogits(model, settings, train_dataset=TRAINED, callbacks=[callback]).train().training_loss > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({}, r"max_grad_norm is 1\.0, .* give max_grad_norm=0"),
+        ({"max_grad_norm": 0, "gradient_accumulation_steps": 2}, "after 1; make it with micro_batches=2"),
+        ({"max_grad_norm": 0}, None),
+    ],
+)
+def test_an_optimizer_that_updates_in_backward_does_as_the_trainer_or_is_refused(
+    tmp_path: Path, settings: dict, says: str | None
+) -> None:
+    model = tiny_llama()
+    optimizer = AdamW(model.parameters(), update_in_backward=True)
+    made = trainer(tmp_path, model, optimizers=(optimizer, None), **settings)
+    if says is None:
+        assert made.train().training_loss > 0
+        return
+    with pytest.raises(ValueError, match=says):
+        made.train()
 
 
 def test_steps_that_are_no_optimizer_s_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
