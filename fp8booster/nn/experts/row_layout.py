@@ -3,8 +3,7 @@
     choice t k + j: the j-th expert of token t, of T tokens with k experts each
     row r holds choice choices[r]; token t's rows are places[t]
 
-How many rows an expert gets is known on the device alone: the host, which would wait for the GPU, knows how many there
-are at most.
+A row's place follows from the choices alone (`kernels.expert_rows`).
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from fp8booster.kernels.alignment import ALIGNMENT
+from fp8booster.kernels.expert_rows import expert_rows
 from fp8booster.kernels.grouped_product import Groups
 
 
@@ -34,38 +33,13 @@ class RowLayout(NamedTuple):
             chosen: integers [T, k]: the experts of each token.
             experts: their number, G.
         """
-        keys = chosen.reshape(-1)
-        if experts <= torch.iinfo(torch.int16).max:
-            keys = keys.to(torch.int16)  # a GPU sorts them in two passes, not in eight
-        owners, choices = keys.sort(stable=True)
-        # in a sorted list each expert's begin is found by halves: no comparison of each choice with each expert
-        begins = torch.searchsorted(owners, torch.arange(experts + 1, dtype=keys.dtype, device=keys.device))
-        groups, starts = _groups(begins.diff(), len(keys))
-        by_rank = torch.arange(len(keys), device=keys.device) + (starts - begins[:-1])[owners.long()]
-        places = torch.empty_like(choices).scatter_(0, choices, by_rank)
-        return cls._of_places(groups, places.view(chosen.shape))
+        ends, places, choices = expert_rows(chosen.reshape(-1).contiguous(), experts)
+        return cls(Groups(len(choices), ends), places.view(chosen.shape), choices)
 
     @classmethod
     def of_senders(cls, counts: torch.Tensor, tokens: int) -> RowLayout:
-        """Return the layout of tokens with one choice each that lie by sender, and of each sender by expert.
-
-        Args:
-            counts: int64 [senders, experts], tokens from each sender for each expert.
-            tokens: their number, T.
-        """
-        groups, starts = _groups(counts.sum(0), tokens)
-        pieces = counts.flatten()
-        # where a piece begins among the rows, less where it begins among the tokens
-        shifts = (starts + counts.cumsum(0) - counts).flatten() - (pieces.cumsum(0) - pieces)
-        places = torch.arange(tokens, dtype=torch.int64, device=counts.device)
-        places += shifts.repeat_interleave(pieces, output_size=tokens)
-        return cls._of_places(groups, places.view(-1, 1))
-
-    @classmethod
-    def _of_places(cls, groups: Groups, places: torch.Tensor) -> RowLayout:
-        numbers = torch.arange(places.numel(), dtype=torch.int32, device=places.device)
-        choices = torch.full((groups.rows,), -1, dtype=torch.int32, device=places.device)
-        return cls(groups, places, choices.scatter_(0, places.view(-1), numbers))
+        """Return the layout of tokens with one choice each; the arguments are those of `owners_of`."""
+        return cls.of_choices(owners_of(counts, tokens).unsqueeze(1), counts.shape[1])
 
     @property
     def of_token(self) -> int:
@@ -75,18 +49,6 @@ class RowLayout(NamedTuple):
     def by_choice(self) -> RowLayout:
         """Return the same rows as those of T k tokens with one choice each."""
         return self._replace(places=self.places.view(-1, 1))
-
-
-def _groups(counts: torch.Tensor, rows: int) -> tuple[Groups, torch.Tensor]:
-    """Return the groups of experts that get so many rows each, int64 [G], and where they start, int64 [G]."""
-    # the sum of the weight gradient over no rows would be refused
-    sizes = (counts + (ALIGNMENT - 1)).div_(ALIGNMENT, rounding_mode="floor").clamp_(min=1).mul_(ALIGNMENT)
-    ends = sizes.cumsum(0)
-    # at most 16 rows more for each expert: those that are spare pad the last one's
-    most = rows // ALIGNMENT * ALIGNMENT + ALIGNMENT * len(counts)
-    as_taken = ends.to(torch.int32)  # by the product
-    as_taken[-1:].fill_(most)
-    return Groups(most, as_taken), ends - sizes
 
 
 def owners_of(counts: torch.Tensor, tokens: int) -> torch.Tensor:
