@@ -27,6 +27,7 @@ from fp8booster.nn.convert import (
 )
 from fp8booster.nn.experts.fp8_experts import FP8Experts
 from fp8booster.nn.experts.grouped import GroupedExperts, grouped_experts
+from fp8booster.nn.experts.loads import loads_of
 from fp8booster.nn.fused.attention import kernels
 from fp8booster.nn.fused.attention_form import head_size, heads_of_a_key, value_size
 from fp8booster.nn.fused.decoder import FusedDecoderLayer, changed_parts
@@ -93,6 +94,27 @@ class GroupedRow:
 
 
 @dataclass(frozen=True)
+class LoadRow:
+    """The tokens of one block's experts in the last batch in training."""
+
+    name: str
+    """Path of the block, or of its experts."""
+
+    tokens: tuple[int, ...]
+    """How many of this rank's tokens chose each expert, of the experts of all ranks. None is dropped."""
+
+    @property
+    def busiest(self) -> float:
+        """Return how many times the mean the expert with most tokens has; 1 where all have as many."""
+        return max(self.tokens) * len(self.tokens) / max(1, sum(self.tokens))
+
+    @property
+    def idle(self) -> int:
+        """Return how many experts have none."""
+        return self.tokens.count(0)
+
+
+@dataclass(frozen=True)
 class Report:
     """The weights that a model multiplies by, by the precision of the products. `str()` gives the table."""
 
@@ -104,6 +126,9 @@ class Report:
 
     merged: tuple[MergedRow, ...] = ()
     grouped: tuple[GroupedRow, ...] = ()
+    loads: tuple[LoadRow, ...] = ()
+    """Of blocks of experts that have run in training."""
+
     copies_dropped: tuple[str, ...] = ()
     """Which copies of FP8 weights are not kept from step to step: "16-bit copies", "transposes"."""
 
@@ -178,6 +203,12 @@ class Report:
         for reason, count in sorted(ways.items(), key=lambda way: way[0] is not None):
             how = "in grouped products" if reason is None else f"one by one ({reason})"
             line += f", experts of {_counted(count, 'block')} {how}"
+        if self.loads:
+            line += f"; the busiest expert of a block had {max(row.busiest for row in self.loads):.1f} times the mean"
+            idle, experts = (
+                sum(each) for each in zip(*((row.idle, len(row.tokens)) for row in self.loads), strict=True)
+            )
+            line += f" of the last batch's tokens here, and {idle} of {experts} experts had none"
         for reason, count in self.captured:
             why = "" if reason is None else f" not ({reason})"
             line += f", {_counted(count, 'layer')}{why} replayed as CUDA graphs"
@@ -262,6 +293,7 @@ def report(model: nn.Module) -> Report:
         ),
         tuple(MergedRow(len(group.layers), group.why_not_merged) for group in groups),
         tuple(GroupedRow(len(block.experts), block.why_one_by_one) for block in experts),
+        tuple(LoadRow(name, tokens) for name, tokens in loads_of(model).items()),
         tuple(name for name, is_dropped in dropped.items() if is_dropped),
         tuple(_counted(count, part) for part, count in _saving_in_8_bits(model, experts).items()),
         tuple(_counted(count, part) for part, count in _recomputed(model).items()),

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8booster.nn.experts.fp8_experts import FP8Experts
+from fp8booster.nn.experts.loads import note_choice
 from fp8booster.nn.experts.row_layout import RowLayout
 from fp8booster.nn.fused.activations import fused_kind
 from fp8booster.nn.fused.trials import STAND_INS, computes, numbers, on_numbers
@@ -103,6 +104,7 @@ class ScaledMixture(nn.Module):
             likeliest, chosen = found.topk(self.top_k)
             factors = likeliest.float().sigmoid().to(tokens.dtype)
             told = factors.new_zeros(found.shape).scatter(1, chosen, factors).t()
+        note_choice(experts, chosen, len(experts.gate_up_proj))
         layout = RowLayout.of_choices(chosen, len(experts.gate_up_proj))
         scaled = (tokens.unsqueeze(1) * factors.unsqueeze(2)).view(-1, tokens.shape[1])
         mixed = experts(scaled, layout.by_choice(), layout).to(tokens.dtype)

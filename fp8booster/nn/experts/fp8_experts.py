@@ -22,6 +22,7 @@ from fp8booster.kernels.activation import RowWeights
 from fp8booster.kernels.device import require_fp8
 from fp8booster.nn.experts.dispatch import scale_gradient
 from fp8booster.nn.experts.host_copy import HostCopy
+from fp8booster.nn.experts.loads import note_choice
 from fp8booster.nn.experts.row_layout import RowLayout, owners_of
 from fp8booster.nn.experts.stack import NOT_BF16, StackedParameter, pays, run_stacks, why_not_bf16, why_not_stacked
 from fp8booster.nn.fused.activations import fused_kind
@@ -258,6 +259,7 @@ class FP8Experts(nn.Module):
 
     def _in_grouped_products(self, *args: torch.Tensor) -> torch.Tensor:
         tokens, chosen, weights = args
+        note_choice(self, chosen, len(getattr(self, _DOWN)))
         layout = RowLayout.of_choices(chosen, len(getattr(self, _DOWN)))
         if not vars(self).get("has_post_expert_norm"):
             return self.on_rows(tokens, layout, layout, chosen, weights).to(tokens.dtype)

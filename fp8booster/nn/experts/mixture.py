@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from fp8booster.nn.experts.dispatch import run_experts
 from fp8booster.nn.experts.grouped import GroupedExperts
 from fp8booster.nn.experts.host_copy import HostCopy
+from fp8booster.nn.experts.loads import note_choice
 from fp8booster.nn.experts.routing import Routes, count_rows, spread, weighted_sum
 from fp8booster.nn.experts.spread import Spread
 from fp8booster.nn.fused.trials import computes, numbers, on_numbers
@@ -54,6 +55,7 @@ class Mixture(nn.Module):
         Returns:
             [T, H] of the tokens' dtype.
         """
+        note_choice(self, chosen, len(cast(nn.ModuleList, self._modules["experts"])))
         if self.fp8_spread is not None:
             mix = self.fp8_spread.mix
             if torch.compiler.is_compiling():  # the host reads how many rows a rank gets

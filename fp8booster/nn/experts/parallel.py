@@ -19,6 +19,7 @@ from torch import nn
 from fp8booster.nn.experts.dispatch import scale_gradient
 from fp8booster.nn.experts.fp8_experts import are_experts, why_not_called_so
 from fp8booster.nn.experts.host_copy import HostCopy
+from fp8booster.nn.experts.loads import note_choice
 from fp8booster.nn.experts.mixture import mixin_of
 from fp8booster.nn.experts.row_layout import owners_of
 from fp8booster.nn.experts.spread import Spread
@@ -39,6 +40,7 @@ class SpreadExperts(nn.Module):
         if torch.compiler.is_compiling():  # the host reads how many rows a rank gets
             mix = torch.compiler.disable(mix)
         tokens, chosen, weights = args
+        note_choice(self, chosen, self.fp8_spread.experts)
         return mix(tokens, chosen, weights, self.run)
 
     def run(self, rows: torch.Tensor, counts: HostCopy, factor: float, usual_rows: float) -> torch.Tensor:

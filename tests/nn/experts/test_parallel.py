@@ -230,3 +230,31 @@ def test_a_copy_has_the_same_ranks() -> None:
     tokens = batch_of(dist.get_rank())
     with torch.no_grad():
         assert torch.equal(twin(input_ids=tokens).logits, model(input_ids=tokens).logits)
+
+
+@ranks(2)
+@pytest.mark.parametrize("in_fp8", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_report_counts_the_tokens_of_each_expert(family: str, in_fp8: bool) -> None:
+    whole, spread = (tiny_mixture(family).bfloat16() for _ in range(2))
+    spread_experts(spread, dist.group.WORLD)
+    for model in (whole, spread) if in_fp8 else ():
+        convert_to_fp8(model, FP8Config(emulate=True, always=True))
+    tokens = batch_of(dist.get_rank())
+    with torch.no_grad():
+        spread(input_ids=tokens)
+        whole(input_ids=tokens)
+    loads = report(spread).loads
+    assert len(loads) == len(blocks_to_spread(tiny_mixture(family)))
+    for load in loads:
+        assert len(load.tokens) == EXPERTS
+        assert sum(load.tokens) == 2 * tokens.numel()
+        assert load.busiest == pytest.approx(max(load.tokens) / (2 * tokens.numel() / EXPERTS))
+        assert load.idle == sum(count == 0 for count in load.tokens)
+    assert "times the mean of the last batch's tokens here" in report(spread).summary()
+    # the first block, as tokens come to later ones with other roundings
+    assert report(whole).loads[:1] == (loads[:1] if in_fp8 else ())
+    assert not report(copy.deepcopy(spread)).loads
+    with torch.no_grad():
+        spread.eval()(input_ids=torch.zeros(2, 9, dtype=torch.int64))
+    assert report(spread).loads == loads  # of training alone

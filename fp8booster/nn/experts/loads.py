@@ -1,0 +1,54 @@
+"""The experts that tokens chose last, by block, for the report; nothing is counted before somebody asks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp8booster.nn.experts.routing import count_rows
+
+
+class _LastChoice:
+    """The choice of a block's last batch in training; a copy or a pickle of it holds none."""
+
+    def __init__(self, chosen: torch.Tensor | None = None, experts: int = 0) -> None:
+        self.chosen, self.experts = chosen, experts
+
+    def __reduce__(self) -> tuple:
+        return _LastChoice, ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _LastChoice:
+        return _LastChoice()
+
+
+_LAST = "_fp8_last_choice"
+
+
+def note_choice(block: nn.Module, chosen: torch.Tensor, experts: int) -> None:
+    """Remember which experts a block's tokens have chosen, in training and in eager code: no replayed graph's.
+
+    Args:
+        block: the experts, or what holds them.
+        chosen: integers [T, k], of this rank's tokens; kept as it is until the next batch.
+        experts: of all ranks.
+    """
+    if not block.training or torch.compiler.is_compiling():
+        return
+    # the memory of a capture is the graph's
+    if not (chosen.is_cuda and torch.cuda.is_current_stream_capturing()):
+        vars(block)[_LAST] = _LastChoice(chosen.detach(), experts)
+
+
+def loads_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return how many of this rank's tokens chose each expert in the last batch in training, by the block's path.
+
+    The host waits for the device. Blocks that have not run are left out.
+    """
+    found = {}
+    for name, module in model.named_modules():
+        last = vars(module).get(_LAST)
+        if last is not None and last.chosen is not None:
+            found[name] = tuple(count_rows(last.chosen, last.experts).tolist())
+    return found
