@@ -198,12 +198,22 @@ def _head(module: nn.Module) -> object:
         return None
 
 
+def _lacks_weights(layer: nn.Module) -> bool:
+    """Tell whether a pipeline has taken the weights out of a layer, which another stage holds."""
+    slots = any(module._parameters for module in layer.modules())
+    return slots and next(layer.parameters(), None) is None
+
+
 def repeated_layers(module: nn.Module) -> list[nn.Module]:
-    """Return the members of each ModuleList of two or more modules of one class with weights, but for lists inside."""
+    """Return the members of each ModuleList of two or more modules of one class with weights, but for lists inside.
+
+    Of a list of which a pipeline's stage holds a part, that part.
+    """
     found: list[nn.Module] = []
     for child in module.children():
-        members = list(child) if isinstance(child, nn.ModuleList) else []
-        alike = len(members) > 1 and len({type(each) for each in members}) == 1
+        layers = child if isinstance(child, nn.ModuleList) else ()
+        members = [each for each in layers if not _lacks_weights(each)]
+        alike = len(layers) > 1 and len({type(each) for each in members}) == 1
         if alike and next(members[0].parameters(), None) is not None:
             found += members
         else:

@@ -11,7 +11,7 @@ from torch import nn
 
 from fp8booster import FP8Config, FP8Linear, convert_to_fp8, report
 from fp8booster.nn.convert import LEFT_OUT
-from fp8booster.nn.modules import change_class, mixed_class
+from fp8booster.nn.modules import change_class, mixed_class, repeated_layers
 from tests.nn.models import tiny_llama
 
 TRANSFORMERS_5 = transformers.__version__.startswith("5.")
@@ -195,3 +195,17 @@ def test_a_class_whose_forward_was_replaced_is_mixed_anew(monkeypatch) -> None:
     before = mixed_class(Louder, Shy)
     monkeypatch.setattr(Shy, "forward", lambda self, x: x)
     assert mixed_class(Louder, Shy) is not before
+
+
+def test_the_layers_that_a_stage_of_a_pipeline_holds_are_repeated_ones() -> None:
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(3))
+    for other in layers[1:]:
+        other[0].weight = other[0].bias = None
+    assert repeated_layers(nn.ModuleDict({"layers": layers})) == [layers[0]]
+
+
+@pytest.mark.parametrize(
+    "members", [[nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)], [nn.ReLU(), nn.ReLU()], [nn.Linear(2, 2)], []]
+)
+def test_what_is_no_list_of_layers_has_no_repeated_ones(members: list[nn.Module]) -> None:
+    assert repeated_layers(nn.ModuleDict({"layers": nn.ModuleList(members)})) == []

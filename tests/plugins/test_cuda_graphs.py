@@ -13,6 +13,7 @@ from fp8booster.config import WeightCopies
 from fp8booster.nn.graphs import captured_layers, recorder
 from fp8booster.plugins import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin
 from tests.colossal.models import tiny_llama, token_batch
+from tests.colossal.pipeline.runs import MICRO_BATCHES, SCHEDULES, Pipeline
 from tests.distributed import ranks, run_ranks
 from tests.nn.graphs.rerun import Rerun
 from tests.plugins.training import boost, train
@@ -61,6 +62,28 @@ def test_captured_layers_train_as_they_are(name: str, monkeypatch: pytest.Monkey
         sent.append(comm.statistics().rows)
     assert losses[0] == losses[1]
     assert sent[0] == sent[1]
+    captured = captured_layers(boosted.model)
+    assert captured == {None: 2}, captured
+
+
+@ranks(2)
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_captured_stages_train_as_they_are(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage holds some of the layers, and each of them runs several micro-batches before it goes backward."""
+    monkeypatch.setattr(recorder, "recorder_for", lambda _: Rerun())
+    losses = []
+    for graphs in (False, True):
+        model = tiny_llama(num_hidden_layers=4)
+        model.config.use_cache = False
+        plugin = HybridParallelPlugin(
+            use_fp8=True,
+            fp8_config=FP8Config(always=True, cuda_graphs=graphs),
+            **{"tp_size": 1, "pp_size": 2, "zero_stage": 0, "precision": "bf16", "num_microbatches": MICRO_BATCHES},
+            **SCHEDULES[schedule],
+        )
+        boosted = boost(plugin, model)
+        losses.append(Pipeline(boosted.booster, plugin, boosted.model, boosted.optimizer).train(5))
+    assert losses[0] == losses[1]
     captured = captured_layers(boosted.model)
     assert captured == {None: 2}, captured
 

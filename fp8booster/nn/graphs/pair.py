@@ -150,7 +150,9 @@ class GraphPair:
     def copied(self) -> int:
         """Bytes that a replay of backward copies out: gradients that its products write to no place that stays."""
         return sum(
-            each.nbytes for each, stays in zip(self._gradients, self._stays, strict=True) if each is not None and not stays
+            each.nbytes
+            for each, stays in zip(self._gradients, self._stays, strict=True)
+            if each is not None and not stays
         )
 
     def free(self) -> None:
