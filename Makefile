@@ -60,7 +60,7 @@ TESTS5 := tests/hf tests/examples/test_trainer.py tests/examples/test_plain.py t
     llama_has_one_body mistral_has_one_body qwen2_has_one_body qwen3_has_a_policy mixtral_has_one_body \
     models_that_are_not_sharded_are_refused mixtral_policies_know_the_block mixtral_blocks_return_their_output \
     hybrid_parallel_plugin_splits_experts moe_hybrid_parallel_plugin_splits_experts mixtures_have_a_policy \
-    moe_gathers_states_of_all_experts moe_divides_states_of_all_experts) \
+    moe_gathers_states_of_all_experts moe_divides_states_of_all_experts moe_writes_each_weight_once) \
   $(addprefix tests/cli/plan/test_dry_run.py::test_, experts_in_one_parameter_are_planned_in_grouped_products \
     peaks_are_those_of_a_rank_that_trains) \
   $(addprefix tests/cli/train/test_runs.py::test_, a_run_in_both_precisions_ends_with_a_table_and_keeps_its_files \

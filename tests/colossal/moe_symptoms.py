@@ -99,6 +99,21 @@ def _spread_another_family() -> None:
     start(plugin, tiny_mixture("Qwen3-MoE")).step(batch_of(dist.get_rank()))
 
 
+def _save_whole_models() -> None:
+    from colossalai.booster import Booster
+    from colossalai.booster.plugin import MoeHybridParallelPlugin
+
+    booster = Booster(plugin=MoeHybridParallelPlugin(1, 1, 2, precision="bf16", zero_stage=1))
+    model = tiny_mixture("Qwen3-MoE")
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    model, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
+    folder = _shared_folder()
+    booster.save_model(model, folder, shard=True)
+    dist.barrier()
+    written = sum(each.numel() for file in Path(folder).glob("*.bin") for each in torch.load(file).values())
+    assert written < 1.01 * whole, "written twice"
+
+
 def _save_one_file() -> None:
     booster, model, _ = _trained()
     # what is not refused fails on all ranks at once: in Colossal-AI some would wait for others that failed
@@ -211,6 +226,7 @@ SYMPTOMS = {
     "moe_divides_states_of_all_experts": Symptom(
         _load_states_of_one_holder, _STACKED if _IS_STACKED else "must match the size of tensor b"
     ),
+    "moe_writes_each_weight_once": Symptom(_save_whole_models, "written twice"),
     "mixtures_have_a_policy": Symptom(_spread_another_family, "is not implemented"),
     "moe_saves_spread_experts_in_shards": Symptom(_save_one_file, "not refused"),
     "moe_saves_what_a_state_dict_holds": Symptom(_save_buffers, "other keys"),

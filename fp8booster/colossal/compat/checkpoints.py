@@ -397,3 +397,35 @@ def moe_saves_what_a_state_dict_holds(
     # its own set is without those of the modules inside
     with temporarily(model, _non_persistent_buffers_set=get_non_persistent_buffers_set(model)):
         yield from upstream(model, *args, **kwargs)
+
+
+@wrap(
+    f"{_MOE}_model_sharder", "90,139", "the experts of a family without a policy of Colossal-AI's lie on several ranks"
+)
+def moe_writes_each_weight_once(upstream: Callable, model: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple]:
+    """Without it each of these ranks writes the whole model but the others' experts, and of experts in one parameter
+    all.
+    """
+    from colossalai.checkpoint_io.utils import gather_distributed_param
+    from colossalai.tensor.d_tensor.api import is_customized_distributed_tensor
+
+    from fp8booster.nn.experts.parallel import spread_of
+
+    spreads = [spread for parameter in model.parameters() if (spread := spread_of(parameter)) is not None]
+    if all(spread.first == 0 for spread in spreads):
+        yield from upstream(model, *args, **kwargs)
+        return
+    every = list(model.named_parameters())
+
+    def own() -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in every:
+            if is_customized_distributed_tensor(parameter):
+                gather_distributed_param(parameter)  # for the first rank, which writes it
+            elif spread_of(parameter) is not None:
+                yield name, parameter
+
+    vars(model)["named_parameters"] = own
+    try:
+        yield from upstream(model, *args, **kwargs)
+    finally:
+        del vars(model)["named_parameters"]  # and none of the class's is left behind, which a copy would hold
