@@ -91,7 +91,10 @@ ONLY_WAITS = "fp8_only_waits"
 PASSES_ON = "fp8_passes_on"
 """Attribute of a forward that makes parameters ready, and passes all that it is given to its base class's."""
 
-hooks_of = attrgetter("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Attributes of a module, a dictionary of each kind of hooks."""
+
+hooks_of = attrgetter(*HOOKS)
 """The hooks of a module, a dictionary of each kind."""
 
 

@@ -9,9 +9,9 @@ the experts one by one, and `GroupedExperts.why_one_by_one`, which the report sh
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -20,14 +20,15 @@ from fp8booster.config import FP8Config
 from fp8booster.kernels.activation import RowWeights
 from fp8booster.kernels.device import require_fp8
 from fp8booster.kernels.grouped_product import why_no_grouped_product
-from fp8booster.nn.experts.gated import gate_up_down, why_not_gated
+from fp8booster.nn.experts.alike import AlikeExperts, Look
+from fp8booster.nn.experts.gated import gate_up_down
 from fp8booster.nn.experts.grouped_linear import GroupedWeight
 from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.experts.row_layout import RowLayout
 from fp8booster.nn.experts.stack import StackedLayers, is_provided, pays, run_stacks, why_not_bf16, why_not_stacked
 from fp8booster.nn.fused.pointwise import Saving, activate
-from fp8booster.nn.linear.layer import FP8Layer, FP8Linear
-from fp8booster.nn.modules import held_by_modules, must_be_called
+from fp8booster.nn.linear.layer import FP8Layer
+from fp8booster.nn.modules import held_by_modules
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.freshness import FreshCopy, reusable
 
@@ -55,6 +56,7 @@ class GroupedExperts:
     def __init__(self, experts: Sequence[nn.Module], always: bool = False) -> None:
         self.experts, self._always = tuple(experts), always
         self._reasons: dict[str, None] = {}
+        self._alike = AlikeExperts(self.experts)
         self._gate_up: FreshCopy[GroupedWeight] = FreshCopy()
         self._down: FreshCopy[GroupedWeight] = FreshCopy()
         config = next((layer.fp8_config for layer in gate_up_down(experts[0]) if isinstance(layer, FP8Layer)), None)
@@ -77,7 +79,7 @@ class GroupedExperts:
 
         What only a batch shows is known after it.
         """
-        return self._why_never() or ", ".join(self._reasons) or None
+        return self._why_never(self._alike.look()) or ", ".join(self._reasons) or None
 
     def note(self, reason: str) -> None:
         """Let the report give a reason why the experts ran one by one for some batches."""
@@ -90,12 +92,8 @@ class GroupedExperts:
 
     def products(self) -> list[list[FP8Layer]]:
         """The layers that run as one product, in the order of their weights there; none where experts run apart."""
-        return [] if self._why_never() is not None else self._products()
-
-    def _products(self) -> list[list[FP8Layer]]:
-        """Gates and ups, by expert, and downs."""
-        layers = [gate_up_down(expert) for expert in self.experts]
-        return [[layer for gate, up, _ in layers for layer in (gate, up)], [down for _, _, down in layers]]
+        look = self._alike.look()
+        return [] if self._why_never(look) is not None else [look.up.layers, look.down.layers]
 
     def __call__(
         self,
@@ -109,9 +107,11 @@ class GroupedExperts:
         Args:
             tokens, counts, weight_gradient_factors, usual_rows: as in `run_experts`.
         """
-        if not self._run_on(tokens, len(tokens) if usual_rows is None else usual_rows):
+        look = self._look_for(tokens, len(tokens) if usual_rows is None else usual_rows)
+        if look is None:
             return None
-        return self._computed(tokens, RowLayout.of_senders(counts.on_device, len(tokens)), weight_gradient_factors)
+        layout = RowLayout.of_senders(counts.on_device, len(tokens))
+        return self._computed(look, tokens, layout, weight_gradient_factors)
 
     def mix(self, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
         """Return the weighted sum of what each token's experts make of it, BF16, or None: run the experts one by one.
@@ -121,31 +121,33 @@ class GroupedExperts:
             chosen: int64 [T, k].
             weights: [T, k].
         """
-        if not self._run_on(tokens, chosen.numel()):
+        look = self._look_for(tokens, chosen.numel())
+        if look is None:
             return None
-        return self._computed(tokens, RowLayout.of_choices(chosen, len(self.experts)), None, weights)
+        return self._computed(look, tokens, RowLayout.of_choices(chosen, len(self.experts)), None, weights)
 
-    def _run_on(self, tokens: torch.Tensor, rows: float) -> bool:
-        """Tell whether so many rows in all, made of tokens, are computed in grouped products; the report says why not.
+    def _look_for(self, tokens: torch.Tensor, rows: float) -> Look | None:
+        """Return how experts are that compute so many rows in all, made of tokens, in grouped products.
 
-        In evaluation and in compiled code they are not, as is intended.
+        None: they do not, and the report says why. In evaluation and in compiled code that is as intended.
         """
-        if not all(expert.training for expert in self.experts) or torch.compiler.is_compiling():
-            return False
-        reason = self._why_not(tokens, rows)
+        if not all(map(attrgetter("training"), self.experts)) or torch.compiler.is_compiling():
+            return None
+        look = self._alike.look()
+        reason = self._why_not(look, tokens, rows)
         if reason is not None:
             self.note(reason)
-        return reason is None
+        return look if reason is None else None
 
     def _computed(
         self,
+        look: Look,
         tokens: torch.Tensor,
         layout: RowLayout,
         weight_gradient_factors: Sequence[float] | torch.Tensor | None,
         weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        gates_ups, downs = self._products()
-        config = downs[0].fp8_config
+        config = look.down.layers[0].fp8_config
         require_fp8(tokens.device, config.emulate)
         factors = _joined(weight_gradient_factors, tokens.device)
         self.fp8_casts = {name: casts.under(config) for name, casts in (self.fp8_casts or _casts(config)).items()}
@@ -154,89 +156,59 @@ class GroupedExperts:
         return run_stacks(
             tokens.to(torch.bfloat16),
             layout,
-            StackedLayers(gates_ups, count, self.fp8_casts["gate_up"], self._gate_up, factors),
+            StackedLayers(look.up, count, self.fp8_casts["gate_up"], self._gate_up, factors),
             partial(activate, gated=True, saving=saving, weights=of_rows),
-            StackedLayers(downs, count, self.fp8_casts["down"], self._down, factors),
+            StackedLayers(look.down, count, self.fp8_casts["down"], self._down, factors),
             layout,
         )
 
-    def _why_not(self, tokens: torch.Tensor, rows: float) -> str | None:
+    def _why_not(self, look: Look, tokens: torch.Tensor, rows: float) -> str | None:
         """Return why the experts cannot run as one on these tokens, in training."""
-        if (reason := self._why_never()) is not None:
+        if (reason := self._why_never(look)) is not None:
             return reason
-        _, _, down = gate_up_down(self.experts[0])
-        if (reason := why_not_bf16(tokens, down.held_weight)) is not None:
+        down, weight = look.down.layers[0], look.down.weights[0]
+        if (reason := why_not_bf16(tokens, weight)) is not None:
             return reason
-        if not reusable(tokens, down.held_weight):
+        if not reusable(tokens, weight):
             return "inference mode or a graph that is captured"
-        reason = None if self._always else self._why_slower(rows)
-        if reason is not None:
+        reason = None if self._always else self._why_slower(look, rows)
+        if reason is not None or not look.may_be_provided:
             return reason
         provided = is_provided(down)
-        for layer in (layer for expert in self.experts for layer in gate_up_down(expert)):
+        for layer in look.up.layers + look.down.layers:
             if layer.fp8_weight.is_transient:
                 return "the weights are whole only while a layer runs"
             if is_provided(layer) != provided:
                 return "an engine keeps the FP8 weights of some of the layers alone"
         return None
 
-    def _why_slower(self, rows: float) -> str | None:
+    def _why_slower(self, look: Look, rows: float) -> str | None:
         """Return why grouped products of so many rows in all would take longer, or None where they would not."""
-        gate, _, down = gate_up_down(self.experts[0])
-        config, count = down.fp8_config, len(self.experts)
-        outputs, inputs = gate.held_weight.shape
-        products = (2 * gate.held_weight.numel() + down.held_weight.numel()) / 2
-        if rows / count * products >= ONE_BY_ONE_FROM:
+        gate, down, layer = look.up.weights[0], look.down.weights[0], look.down.layers[0]
+        count = len(self.experts)
+        outputs, inputs = gate.shape
+        if rows / count * (2 * gate.numel() + down.numel()) / 2 >= ONE_BY_ONE_FROM:
             return "one by one is faster for so many tokens"
-        always, device = down.fp8_weight.always, down.held_weight.device
-        if pays(config, count, rows, (inputs, 2 * outputs), device, always=always):
+        always = layer.fp8_weight.always
+        if pays(layer.fp8_config, count, rows, (inputs, 2 * outputs), down.device, always=always):
             return None
         return "too few tokens for so few experts"
 
-    def _why_never(self) -> str | None:
+    def _why_never(self, look: Look) -> str | None:
         """Return why the experts, as they are, cannot run as one on any tokens."""
         if len(self.experts) < 2:
             return "one expert"
-        first: list[FP8Layer] = []
-        for expert in self.experts:
-            if (reason := why_not_gated(expert)) is not None:
-                return reason
-            layers = gate_up_down(expert)
-            first = first or layers
-            for layer, same in zip(layers, first, strict=True):
-                if (reason := _why_not_like(layer, same)) is not None:
-                    return reason
-        gate, up, down = first
+        if (reason := look.why_not()) is not None:
+            return reason
+        down = look.down.layers[0]
         config = down.fp8_config
-        if not gate.fp8_config == up.fp8_config == config:
+        if not all(layer.fp8_config == config for layer in look.up.layers[:2]):
             return "the layers' FP8Configs differ"
-        sizes = [size for layer in first for size in layer.held_weight.shape]
+        sizes = {size for stack in (look.up, look.down) for size in stack.weights[0].shape}
         reason = why_not_stacked(config, sizes, down.fp8_casts.why_not_by_engines)
         if reason is not None:
             return reason
         return why_no_grouped_product(down.held_weight.device, config.emulate)
-
-
-def _why_not_like(layer: nn.Module, same: FP8Layer) -> str | None:
-    """Return why a layer cannot be computed together with the same one of the first expert, or None where it can."""
-    # asked of hundreds of layers at each call: parameters are looked up where they are, past nn.Module's search
-    if type(layer) is not FP8Linear:
-        return f"{type(layer).__name__} has no grouped form"
-    if layer.fp8_config is not same.fp8_config and layer.fp8_config != same.fp8_config:
-        return "the layers' FP8Configs differ"
-    if must_be_called(layer):
-        return "a layer has hooks or a forward of its own, which must run"
-    if layer._parameters["bias"] is not None:
-        return "a layer has a bias"
-    weight = _weight(layer)
-    if weight.dtype is not _weight(same).dtype:
-        return "the experts' dtypes differ"
-    return None if weight.shape == _weight(same).shape else "the experts' sizes differ"
-
-
-def _weight(layer: FP8Layer) -> torch.Tensor:
-    parameters: Mapping[str, Any] = layer._parameters
-    return parameters["weight"]
 
 
 def _joined(factors: Sequence[float] | torch.Tensor | None, device: torch.device) -> torch.Tensor | float:

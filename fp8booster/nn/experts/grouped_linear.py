@@ -135,8 +135,8 @@ def grouped_linear(
     Args:
         input: [M, K] BF16, or [T, K] where `how` reads tokens; receives the input's gradient. Rows that pad a group
             must be zeros, and get gradients of zeros.
-        weights: [..., K], or of transposed weights [..., N], in the order in which they lie in `w`; they receive
-            gradients, and their values are not read.
+        weights: [..., K], or of transposed weights [..., N], in the order in which they lie in `w`, all of one shape;
+            they receive gradients, and their values are not read.
         w: their FP8 copy.
         how: groups of the M rows, casts and layouts.
 
@@ -182,7 +182,7 @@ class _GroupedLinear(torch.autograd.Function):
             w.inverse_scales,
         )
         ctx.how, ctx.late, ctx.for_input, ctx.is_transposed = how, late, for_input, w.is_transposed
-        ctx.shapes = [weight.shape for weight in weights]
+        ctx.count, ctx.shape = len(weights), weights[0].shape
         y = grouped_product(
             x.data if how.reads is None else _laid_out(x.data, how.reads)[0],
             _by_expert(w.data, len(w.fprop_scales), not w.is_transposed),
@@ -207,7 +207,7 @@ class _GroupedLinear(torch.autograd.Function):
             data, transpose = _laid_out(dy.data, how.sums, **layouts)
             dy = dy._replace(data=data, transpose=transpose)
         dx: torch.Tensor | None = None
-        dw: Sequence[torch.Tensor | None] = (None,) * len(ctx.shapes)
+        dw: Sequence[torch.Tensor | None] = (None,) * ctx.count
         if for_input:
             if how.backward_weight is not None:
                 w8, _ = how.backward_weight()
@@ -226,8 +226,7 @@ class _GroupedLinear(torch.autograd.Function):
             scales = scale_of_rows.expand(len(groups.ends))
             options = _options(config, "wgrad", UNEVEN * how.filled_rows // len(groups.ends))
             whole = summed_product(rows, columns, scales * how.weight_gradient_factors, scale, groups, **options)
-            parts = whole.view(-1, whole.shape[2]).split([shape[:-1].numel() for shape in ctx.shapes])
-            dw = [part.view(shape) for part, shape in zip(parts, ctx.shapes, strict=True)]
+            dw = whole.view(ctx.count, *ctx.shape).unbind(0)  # in one call, for there may be hundreds
         return dx, *(None,) * 3, *dw
 
 

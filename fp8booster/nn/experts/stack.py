@@ -8,7 +8,7 @@ dimensions (`fp8_experts`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -18,6 +18,7 @@ from fp8booster.formats import E4M3
 from fp8booster.kernels.alignment import ALIGNMENT
 from fp8booster.kernels.grouped_product import Groups
 from fp8booster.kernels.transpose import transposed
+from fp8booster.nn.experts.alike import Stack
 from fp8booster.nn.experts.grouped_linear import GroupedWeight, Products, cast_experts, grouped_linear, under_one_scale
 from fp8booster.nn.experts.row_layout import RowLayout
 from fp8booster.nn.linear.layer import FP8Layer
@@ -76,7 +77,7 @@ def run_stacks(
     return down.product(x, reads.groups, sums=sums)
 
 
-def why_not_stacked(config: FP8Config, sizes: Sequence[int], scales: str | None) -> str | None:
+def why_not_stacked(config: FP8Config, sizes: Iterable[int], scales: str | None) -> str | None:
     """Return why experts do not compute in grouped products, whatever their tokens; None where they can.
 
     Args:
@@ -127,7 +128,7 @@ class StackedLayers:
     transpose, unless that is made in backward.
 
     Args:
-        layers: by expert, as many of each.
+        stack: by expert, as many layers of each.
         experts: how many.
         casts: of the layers as one.
         copy: holds the stack until a weight changes.
@@ -135,21 +136,16 @@ class StackedLayers:
     """
 
     def __init__(
-        self,
-        layers: Sequence[FP8Layer],
-        experts: int,
-        casts: Casts,
-        copy: FreshCopy[GroupedWeight],
-        factors: torch.Tensor | float,
+        self, stack: Stack, experts: int, casts: Casts, copy: FreshCopy[GroupedWeight], factors: torch.Tensor | float
     ) -> None:
-        self._layers, self._experts, self._casts, self._copy, self._factors = layers, experts, casts, copy, factors
+        self._stack, self._experts, self._casts, self._copy, self._factors = stack, experts, casts, copy, factors
 
     def product(
         self, x: torch.Tensor, groups: Groups, *, reads: RowLayout | None = None, sums: RowLayout | None = None
     ) -> torch.Tensor:
         """As `WeightStack.product`."""
-        weights = [layer.held_weight for layer in self._layers]
-        provided = is_provided(self._layers[0])
+        layers, weights = self._stack
+        provided = is_provided(layers[0])
         # an engine may begin to provide weights between two steps, and then their scales are others
         key = self._casts.config, provided
         quantized = self._copy.get(weights, key)
@@ -165,7 +161,7 @@ class StackedLayers:
     def _provided(self, weights: Sequence[torch.Tensor]) -> GroupedWeight:
         matrices = [
             layer.fp8_weight.forward([weight], self._casts, transpose=False)
-            for layer, weight in zip(self._layers, weights, strict=True)
+            for layer, weight in zip(self._stack.layers, weights, strict=True)
         ]
         parts = [matrix.data for matrix in matrices]
         if are_stacked(parts):

@@ -1,0 +1,175 @@
+"""Experts of one rank that are alike, whose layers can be computed together.
+
+Anything may have changed since the last call: a module, a weight, a hook, a configuration. To look at each of hundreds
+of layers takes Python longer than a GPU takes for them. So what a look saw is kept, and compared by identity with what
+is there now, in loops that Python does not run itself. Only where something differs are the layers looked at again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, repeat
+from operator import attrgetter, is_, itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fp8booster.nn.experts.gated import gate_up_down, why_not_gated
+from fp8booster.nn.linear.layer import FP8Layer, FP8Linear
+from fp8booster.nn.modules import HOOKS, must_be_called
+from fp8booster.nn.weights.source import WeightSource
+
+
+class Seen(NamedTuple):
+    """All that tells how experts compute, in flat lists: many small ones would be garbage to collect."""
+
+    objects: list[Any]
+    """Modules, classes, casts, sources of weights: equal to themselves alone, which lists compare at once."""
+
+    others: list[Any]
+    """Weights, configurations and hooks, which may be equal to others."""
+
+    @classmethod
+    def of(cls, experts: Sequence[nn.Module]) -> Seen:
+        """Look at the experts and the modules in them."""
+        of_experts = list(map(_dict, experts))
+        children = list(chain.from_iterable(map(_values, map(_children, of_experts))))
+        held = [*of_experts, *map(_dict, children)]
+        parameters = list(map(_parameters, held))
+        weights = list(map(dict.get, parameters, repeat("weight")))
+        casts = list(map(dict.get, held, repeat("fp8_casts")))
+        # most are empty; a dictionary tells whose hooks it has, and is written to
+        hooks = list(filter(None, chain.from_iterable(map(_hooks, held))))
+        objects = [*map(type, experts), *map(type, children), *children, *casts, *map(len, hooks)]
+        objects += map(dict.get, held, repeat("forward"))
+        objects += map(dict.get, held, repeat("fp8_weight"))
+        objects += map(getattr, weights, repeat("dtype"), repeat(None))
+        others = [*weights, *map(dict.get, parameters, repeat("bias")), *map(dict.get, of_experts, repeat("config"))]
+        others += map(getattr, casts, repeat("config"), repeat(None))  # `Casts.under` writes it
+        others += [*hooks, *chain.from_iterable(map(_values, hooks))]
+        return cls(objects, others)
+
+    def is_same(self, other: Seen) -> bool:
+        """Tell whether another look saw the same objects."""
+        return (
+            self.objects == other.objects
+            and len(self.others) == len(other.others)
+            and all(map(is_, self.others, other.others))
+        )
+
+
+_dict, _shape = attrgetter("__dict__"), attrgetter("shape")
+_children, _parameters, _hooks = itemgetter("_modules"), itemgetter("_parameters"), itemgetter(*HOOKS)
+_values: Callable[[Any], Any] = dict.values
+
+
+class Stack(NamedTuple):
+    """The same layers of every expert, such as gates and ups, by expert."""
+
+    layers: list[FP8Layer]
+    weights: list[torch.Tensor]
+
+
+class Look(NamedTuple):
+    """What was seen of experts."""
+
+    reason: str | None
+    """Why they cannot be computed together; None: they can, as far as modules and their attributes tell."""
+
+    up: Stack
+    down: Stack
+    may_be_provided: bool
+    """An engine may give some of the FP8 weights, or they are whole only while their layers run."""
+
+    of_each_kind: list[nn.Module]
+    """An expert of each class, with each class of activations and each configuration."""
+
+    shapes: list[torch.Size]
+    """Of the weights, which stay the same objects where their memory is exchanged."""
+
+    seen: Seen
+    """What else this follows from."""
+
+    def why_not(self) -> str | None:
+        """Return why the experts, as they are, cannot be computed together; None: they can."""
+        # classes and configurations can be written to, and stay the same objects
+        return self.reason or next(filter(None, map(why_not_gated, self.of_each_kind)), None)
+
+
+class AlikeExperts:
+    """Looks at experts, which are to be alike.
+
+    Args:
+        experts: modules that should compute `down(act_fn(gate(x)) * up(x))`.
+    """
+
+    def __init__(self, experts: Sequence[nn.Module]) -> None:
+        self._experts = experts
+        self._last: Look | None = None
+
+    def look(self) -> Look:
+        """Return how the experts are now."""
+        seen, last = Seen.of(self._experts), self._last
+        if last is not None and last.seen.is_same(seen) and last.shapes == _shapes(last.up, last.down):
+            return last
+        self._last = None  # so that weights which are gone are freed
+        found = _look_at(self._experts, seen)
+        if found.reason is None:  # else it may follow from what is not looked at here
+            self._last = found
+        return found
+
+
+def _shapes(*stacks: Stack) -> list[torch.Size]:
+    return [shape for stack in stacks for shape in map(_shape, stack.weights)]
+
+
+def _look_at(experts: Sequence[nn.Module], seen: Seen) -> Look:
+    kinds = {
+        (type(expert), *map(type, expert.children()), id(vars(expert).get("config"))): expert for expert in experts
+    }
+    reason = _why_not_alike(experts)
+    by_expert = [gate_up_down(expert) for expert in experts] if reason is None else []
+    layers = [layer for gate, up, _ in by_expert for layer in (gate, up)], [down for _, _, down in by_expert]
+    up, down = (Stack(each, list(map(_weight, each))) for each in layers)
+    may_be_provided = any(_may_be_provided(layer.fp8_weight) for layer in up.layers + down.layers)
+    return Look(reason, up, down, may_be_provided, list(kinds.values()), _shapes(up, down), seen)
+
+
+def _may_be_provided(source: WeightSource) -> bool:
+    return source.is_transient or type(source).is_provided is not WeightSource.is_provided
+
+
+def _why_not_alike(experts: Sequence[nn.Module]) -> str | None:
+    """Return why experts cannot be computed together, by each of their modules."""
+    first: list[FP8Layer] = []
+    for expert in experts:
+        if (reason := why_not_gated(expert)) is not None:
+            return reason
+        layers = gate_up_down(expert)
+        first = first or layers
+        for layer, same in zip(layers, first, strict=True):
+            if (reason := _why_not_like(layer, same)) is not None:
+                return reason
+    return None
+
+
+def _why_not_like(layer: nn.Module, same: FP8Layer) -> str | None:
+    """Return why a layer cannot be computed together with the same one of the first expert, or None where it can."""
+    if type(layer) is not FP8Linear:
+        return f"{type(layer).__name__} has no grouped form"
+    if layer.fp8_config is not same.fp8_config and layer.fp8_config != same.fp8_config:
+        return "the layers' FP8Configs differ"
+    if must_be_called(layer):
+        return "a layer has hooks or a forward of its own, which must run"
+    if layer._parameters["bias"] is not None:
+        return "a layer has a bias"
+    weight = _weight(layer)
+    if weight.dtype is not _weight(same).dtype:
+        return "the experts' dtypes differ"
+    return None if weight.shape == _weight(same).shape else "the experts' sizes differ"
+
+
+def _weight(layer: FP8Layer) -> torch.Tensor:
+    parameters: Mapping[str, Any] = layer._parameters
+    return parameters["weight"]
