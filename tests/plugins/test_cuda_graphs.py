@@ -78,7 +78,11 @@ def test_captured_stages_train_as_they_are(schedule: str, monkeypatch: pytest.Mo
         plugin = HybridParallelPlugin(
             use_fp8=True,
             fp8_config=FP8Config(always=True, cuda_graphs=graphs),
-            **{"tp_size": 1, "pp_size": 2, "zero_stage": 0, "precision": "bf16", "num_microbatches": MICRO_BATCHES},
+            tp_size=1,
+            pp_size=2,
+            zero_stage=0,
+            precision="bf16",
+            num_microbatches=MICRO_BATCHES,
             **SCHEDULES[schedule],
         )
         boosted = boost(plugin, model)

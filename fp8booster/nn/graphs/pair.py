@@ -149,11 +149,8 @@ class GraphPair:
     @property
     def copied(self) -> int:
         """Bytes that a replay of backward copies out: gradients that its products write to no place that stays."""
-        return sum(
-            each.nbytes
-            for each, stays in zip(self._gradients, self._stays, strict=True)
-            if each is not None and not stays
-        )
+        copies = [each for each, stays in zip(self._gradients, self._stays, strict=True) if not stays]
+        return sum(each.nbytes for each in copies if each is not None)
 
     def free(self) -> None:
         """Give up the graphs, once: what runs next raises."""
