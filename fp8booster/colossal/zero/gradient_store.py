@@ -24,6 +24,9 @@ class AccumulatedGradients(GradientStore):
     _widens: bool
     """Sums of "32-bit" become FP32; else they keep their dtype."""
 
+    adds_up: bool
+    """Whether a gradient has been added to one before it: then gradients outlive the backward that made them."""
+
     _dtype: torch.dtype
     """Of a gradient of one micro-batch."""
 
@@ -31,7 +34,7 @@ class AccumulatedGradients(GradientStore):
     def convert_in_place(cls, store: GradientStore, kind: str, *, widens: bool) -> None:
         """Turn an empty store into this class in place."""
         change_class(store, cls)
-        store.kind, store._widens = kind, widens
+        store.kind, store._widens, store.adds_up = kind, widens, False
         store._working_index = 0  # in stage 1 too, a rank keeps the gradients of its own part alone
 
     def holds(self, group_id: int, param_id: int) -> bool:
@@ -42,6 +45,7 @@ class AccumulatedGradients(GradientStore):
         """Add a micro-batch's gradient, on the current stream, to those before it; the sum, as it is kept."""
         held = self._grads_of_params.setdefault(group_id, {}).setdefault(param_id, [])
         before = held.pop() if held else None
+        self.adds_up |= before is not None
         total = self._sum(before, gradient, param_id)
         held.append(total)
         self._dtype = gradient.dtype

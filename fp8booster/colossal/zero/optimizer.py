@@ -171,8 +171,7 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
                 gradient.record_stream(stream)  # its memory outlives its last use on this stream
         # norms and sums too: they would hold up backward, and read what this stream writes
         with accelerator.stream(stream):
-            own = self._reduced(bucket, gradients)
-            parts = own.split([gradient.numel() // bucket.world_size for gradient in gradients])
+            parts = self._reduced(bucket, gradients)
             if self.updates_in_backward:
                 self._update(dict(zip(parameters, parts, strict=True)))
                 return
@@ -183,8 +182,8 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
             if store.kind != "8-bit":  # whose norms are those of what the step decodes
                 self._norms[bucket].add(sums)
 
-    def _reduced(self, bucket: BucketStore, gradients: list[torch.Tensor]) -> torch.Tensor:
-        """Return this rank's parts of the means over ranks, one after the other.
+    def _reduced(self, bucket: BucketStore, gradients: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return this rank's parts of the means over ranks.
 
         Sums are FP32 and rounded once, to BF16 where gradients are BF16, as Colossal-AI's sums are: the optimizer reads
         half as much. FP16 is too narrow for a sum that is yet to be divided by the loss scale.
@@ -194,6 +193,10 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         kept = gradients[0].dtype if rounds else torch.float32
         if self._communication_dtype is not None:
             gradients = [gradient.to(self._communication_dtype) for gradient in gradients]
+        # graphs write the gradients of the next backward where those of this one lie, which are copied if they stay
+        stays = any(store.adds_up for store in self.pg_to_grad_store.values())
+        if bucket.world_size == 1 and not stays and self.automatic_scaling is None:
+            return [gradient.to(kept) for gradient in gradients]
         groups = bucket.torch_pg if isinstance(bucket.torch_pg, tuple) else (bucket.torch_pg,)
         for group, ranks in zip(groups, bucket.sizes, strict=True):
             sizes = [gradient.numel() // ranks for gradient in gradients]
@@ -208,7 +211,7 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
                 self.automatic_scaling.reduce_scatter_tensor(part, whole, ReduceOp.AVG, group, sizes=sizes)
             if group is not groups[-1]:
                 gradients = part.split(sizes)
-        return part.to(kept)
+        return part.to(kept).split(sizes)
 
     def _update(self, gradients: Mapping[nn.Parameter, torch.Tensor]) -> None:
         """Update the masters of working weights, given this rank's parts of their gradients.

@@ -98,3 +98,15 @@ def test_where_there_is_no_gradient_none_is_told() -> None:
     assert not store.holds(GROUP_ID + 1, PARAMETER)
     store._grads_of_params[GROUP_ID][PARAMETER].clear()
     assert not store.holds(GROUP_ID, PARAMETER)
+
+
+@pytest.mark.parametrize("kind", GRADIENT_ACCUMULATIONS)
+def test_a_second_gradient_of_a_parameter_is_noted_for_good(kind: str) -> None:
+    store = store_of(kind)
+    store.add(torch.ones(256, dtype=torch.bfloat16), 0, 1)
+    store.add(torch.ones(256, dtype=torch.bfloat16), 0, 2)
+    assert not store.adds_up
+    store.add(torch.ones(256, dtype=torch.bfloat16), 0, 1)
+    store.reset_all_gradients()
+    store.add(torch.ones(256, dtype=torch.bfloat16), 0, 1)
+    assert store.adds_up

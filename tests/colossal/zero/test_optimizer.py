@@ -354,7 +354,7 @@ def test_a_buckets_parts_are_added_to_the_sums_of_their_parameters_and_groups(mo
     store = SimpleNamespace(
         kind="32-bit", add=lambda part, group_id, number: added.append((part.tolist(), group_id, number)) or part
     )
-    own = torch.arange(6.0)  # of both, on one of two ranks
+    own = torch.arange(6.0).split([2, 4])  # of both, on one of two ranks
     made = optimizer(
         gradient_encoding=SimpleNamespace(block_size=None),
         updates_in_backward=False,
@@ -370,9 +370,34 @@ def test_a_buckets_parts_are_added_to_the_sums_of_their_parameters_and_groups(mo
     store.kind = "8-bit"  # whose norms are those of what the step decodes
     bucket.add_param_grad(1, one, 0)
     one.grad = torch.ones(4)
-    made._reduced = lambda of, gradients: torch.ones(2)
+    made._reduced = lambda of, gradients: [torch.ones(2)]
     made._reduce_bucket(bucket)
     assert len(queue.waiting) == 2
+
+
+@pytest.mark.parametrize("adds_up", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_one_rank_keeps_gradients_where_they_lie_unless_they_add_up(
+    adds_up: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reduce(part: torch.Tensor, gradients: list[torch.Tensor], *_: Any, **__: Any) -> None:
+        part.copy_(torch.cat(gradients))
+
+    monkeypatch.setattr(module.comm, "reduce_scatter_coalesced", reduce)
+    gradients = [torch.arange(4.0).to(dtype), torch.arange(8.0).to(dtype)]
+    bucket = Bucket(ranks=1)
+    bucket.torch_pg, bucket.sizes = object(), [1]
+    made = optimizer(
+        gradient_encoding=None,
+        automatic_scaling=None,
+        _communication_dtype=None,
+        _master_weights=True,
+        pg_to_grad_store={None: SimpleNamespace(adds_up=adds_up)},
+    )
+    parts = made._reduced(bucket, gradients)
+    assert all(map(torch.equal, parts, gradients))
+    lie_there = [part.data_ptr() == each.data_ptr() for part, each in zip(parts, gradients, strict=True)]
+    assert lie_there == [not adds_up] * 2
 
 
 def test_updates_of_backward_are_published_with_their_amaxes() -> None:
