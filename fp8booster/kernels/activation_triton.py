@@ -210,7 +210,8 @@ def _run(
     launch(dy if backward else out, x, up, *codes, *of_rows, dweights, out, partials)
     if dweights is partials:
         return partials, None
-    return partials, dweights.sum(1).view(weights.values.shape).to(weights.values.dtype)
+    of_weights = dweights.sum(1) if column_tiles > 1 else dweights
+    return partials, of_weights.view(weights.values.shape).to(weights.values.dtype)
 
 
 @functools.lru_cache(maxsize=MOST_LAUNCHES)

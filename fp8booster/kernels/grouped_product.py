@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fp8booster.kernels.product import product
+from fp8booster.kernels.repeated_scales import repeat_scales
 
 CAPABILITY = (9, 0)
 """Compute capability of the GPUs on which the kernel was measured and its values compared (Hopper)."""
@@ -67,19 +68,18 @@ def grouped_product(
         a: [M, K] E4M3, each row contiguous.
         b: [G, N, K] E4M3, the last dimension contiguous.
         inverse_scale_a: float32, one for all of a (shape []).
-        inverse_scale_b: float32 [G, N], contiguous.
+        inverse_scale_b: float32, contiguous, one for all of b or [G, P], each for N / P features in a row.
         groups: of the M rows.
         fast_accumulation, emulate: as in `kernels.product.product`.
 
     Returns:
         [M, N] BF16.
     """
-    scale_a = inverse_scale_a.expand(len(a)).contiguous()  # the kernel takes a scale for each row of either operand
+    scale_a, scale_b = repeat_scales(inverse_scale_a, len(a), inverse_scale_b, len(b) * b.shape[1])
+    scale_b = scale_b.view(len(b), -1)
     if _runs_kernel(a, emulate):
-        return _by_kernel(a, b.transpose(1, 2), scale_a, inverse_scale_b, groups, fast_accumulation)
-    products = (
-        (a[rows], b[group], scale_a[rows], inverse_scale_b[group]) for group, rows in enumerate(groups.slices())
-    )
+        return _by_kernel(a, b.transpose(1, 2), scale_a, scale_b, groups, fast_accumulation)
+    products = ((a[rows], b[group], scale_a[rows], scale_b[group]) for group, rows in enumerate(groups.slices()))
     return torch.cat(_one_by_one(products, fast_accumulation, emulate))
 
 
@@ -98,7 +98,7 @@ def summed_product(
     Args:
         a: [N, M] E4M3, contiguous.
         b: [K, M] E4M3, contiguous.
-        inverse_scale_a: float32 [G], one for each group's columns of a.
+        inverse_scale_a: float32, contiguous, one for all of a or [G], for each group's columns.
         inverse_scale_b: float32, one for all of b (shape []).
         groups: of the M columns.
         fast_accumulation, emulate: as in `kernels.product.product`.
@@ -108,13 +108,11 @@ def summed_product(
     """
     count = len(groups.ends)
     # each group has its rows of scales: one for each row of a, and of b
-    scale_a = inverse_scale_a.unsqueeze(1).expand(count, len(a)).contiguous()
-    scale_b = inverse_scale_b.expand(count, len(b)).contiguous()
+    scale_a, scale_b = repeat_scales(inverse_scale_a, count * len(a), inverse_scale_b, count * len(b))
     if _runs_kernel(a, emulate):
-        return _by_kernel(a, b.t(), scale_a.view(-1), scale_b.view(-1), groups, fast_accumulation)
-    products = (
-        (a[:, columns], b[:, columns], scale_a[group], scale_b[group]) for group, columns in enumerate(groups.slices())
-    )
+        return _by_kernel(a, b.t(), scale_a, scale_b, groups, fast_accumulation)
+    of_groups = zip(groups.slices(), scale_a.view(count, -1), scale_b.view(count, -1), strict=True)
+    products = ((a[:, columns], b[:, columns], *scales) for columns, *scales in of_groups)
     return torch.stack(_one_by_one(products, fast_accumulation, emulate))
 
 

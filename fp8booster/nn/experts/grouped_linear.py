@@ -59,46 +59,31 @@ class GroupedWeight(NamedTuple):
     """[K, G * N] E4M3; of transposed weights [G * K, N]; empty: made in backward."""
 
     inverse_scales: torch.Tensor
-    """float32 [G, P], one for each of an expert's P layers; P is 1 where they share one."""
-
-    fprop_scales: torch.Tensor
-    """float32 [G, N]: the same for each output feature."""
+    """float32 [G, P], one for each of an expert's P layers; [1, 1] where all share one."""
 
     is_transposed: bool = False
     """The weights lie as [G, K, N]."""
 
-    @classmethod
-    def of(
-        cls, data: torch.Tensor, transpose: torch.Tensor, inverse_scales: torch.Tensor, is_transposed: bool = False
-    ) -> GroupedWeight:
-        """From all but the scales written out."""
-        experts, layers = inverse_scales.shape
-        features = len(data) // (layers if is_transposed else experts * layers)
-        written_out = inverse_scales.unsqueeze(2).expand(experts, layers, features)
-        return cls(data, transpose, inverse_scales, written_out.reshape(experts, -1).contiguous(), is_transposed)
 
-
-def cast_experts(weight: torch.Tensor, experts: int, casts: Casts) -> GroupedWeight:
+def cast_experts(weight: torch.Tensor, casts: Casts) -> GroupedWeight:
     """Cast the weights of all experts under one scale.
 
     Args:
         weight: [G * N, K], BF16, FP16 or FP32; N and K are multiples of 16.
-        experts: G.
         casts: of the layers that are one product; their configuration tells whether the transpose is made now.
     """
     cast = casts.quantize_weight(weight, transposed=casts.config.keeps_transposes)
-    return under_one_scale(cast, experts)
+    return under_one_scale(cast)
 
 
-def under_one_scale(cast: QuantizedMatrix, experts: int, is_transposed: bool = False) -> GroupedWeight:
+def under_one_scale(cast: QuantizedMatrix, is_transposed: bool = False) -> GroupedWeight:
     """The weights of all experts, cast as one matrix.
 
     Args:
         cast: [G * N, K]; of transposed weights [N, G * K].
-        experts: G.
         is_transposed: they lie as [G, K, N].
     """
-    return GroupedWeight.of(cast.data, cast.transpose, cast.inverse_scale.expand(experts, 1), is_transposed)
+    return GroupedWeight(cast.data, cast.transpose, cast.inverse_scale.view(1, 1), is_transposed)
 
 
 class Products(NamedTuple):
@@ -185,9 +170,9 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.count, ctx.shape = len(weights), weights[0].shape
         y = grouped_product(
             x.data if how.reads is None else _laid_out(x.data, how.reads)[0],
-            _by_expert(w.data, len(w.fprop_scales), not w.is_transposed),
+            _by_expert(w.data, len(how.groups.ends), not w.is_transposed),
             x.inverse_scale,
-            w.fprop_scales,
+            w.inverse_scales,
             how.groups,
             **how.casts.config.product_options["fprop"],
         )
@@ -213,7 +198,7 @@ class _GroupedLinear(torch.autograd.Function):
                 w8, _ = how.backward_weight()
             elif ctx.late:
                 w8 = transposed(w8)
-            transposes = _by_expert(w8, len(w_inverse_scales), ctx.is_transposed)
+            transposes = _by_expert(w8, len(groups.ends), ctx.is_transposed)
             options = _options(config, "dgrad", transposes.shape[2] // w_inverse_scales.shape[1])
             dx = _dgrad(dy, transposes, w_inverse_scales, groups, options)
             if how.reads is not None:
@@ -223,9 +208,11 @@ class _GroupedLinear(torch.autograd.Function):
                 _, x8 = _laid_out(x8, how.reads, plain=False, transposed=True)
             outputs, inputs = (dy.transpose, dy.inverse_scale), (x8, x_inverse_scale)
             (rows, scale_of_rows), (columns, scale) = (inputs, outputs) if ctx.is_transposed else (outputs, inputs)
-            scales = scale_of_rows.expand(len(groups.ends))
+            factors = how.weight_gradient_factors
+            if torch.is_tensor(factors) or factors != 1:
+                scale_of_rows = scale_of_rows * factors
             options = _options(config, "wgrad", UNEVEN * how.filled_rows // len(groups.ends))
-            whole = summed_product(rows, columns, scales * how.weight_gradient_factors, scale, groups, **options)
+            whole = summed_product(rows, columns, scale_of_rows, scale, groups, **options)
             dw = whole.view(ctx.count, *ctx.shape).unbind(0)  # in one call, for there may be hundreds
         return dx, *(None,) * 3, *dw
 
@@ -240,12 +227,11 @@ def _options(config: FP8Config, name: str, length: int) -> dict[str, bool]:
 def _dgrad(
     dy: QuantizedMatrix,
     transposes: torch.Tensor,  # [G, K, N]
-    inverse_scales: torch.Tensor,  # [G, P]
+    inverse_scales: torch.Tensor,  # [G, P] or [1, 1]
     groups: Groups,
     options: dict[str, bool],
 ) -> torch.Tensor:  # [M, K]
-    experts, layers = inverse_scales.shape
-    inputs = transposes.shape[1]
+    layers = inverse_scales.shape[1]
     # scales multiply what is summed already, so each layer with a scale of its own is a sum of its own
     by_layer = transposes.unflatten(2, (layers, -1))
     gradients = dy.data.view(len(dy.data), layers, -1)
@@ -254,7 +240,7 @@ def _dgrad(
             gradients[:, layer],
             by_layer[:, :, layer],
             dy.inverse_scale,
-            inverse_scales[:, layer, None].expand(experts, inputs).contiguous(),
+            inverse_scales[:, layer].contiguous(),
             groups,
             **options,
         )

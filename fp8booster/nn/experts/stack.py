@@ -151,9 +151,7 @@ class StackedLayers:
         quantized = self._copy.get(weights, key)
         if quantized is None:
             self._copy.forget()  # first, so that the allocator can give the same memory again
-            made = (
-                self._provided(weights) if provided else cast_experts(stack_rows(weights), self._experts, self._casts)
-            )
+            made = self._provided(weights) if provided else cast_experts(stack_rows(weights), self._casts)
             quantized = self._copy.put(weights, key, made)
         how = Products(groups, self._casts, self._factors, reads=reads, sums=sums)
         return grouped_linear(x, weights, quantized, how)
@@ -178,7 +176,7 @@ class StackedLayers:
         if self._casts.config.keeps_transposes:
             stacked = stacked_columns([matrix.transpose for matrix in matrices])
             transpose = transposed(data) if stacked is None else stacked
-        return GroupedWeight.of(data, transpose, torch.stack(scales).view(self._experts, -1))
+        return GroupedWeight(data, transpose, torch.stack(scales).view(self._experts, -1))
 
 
 class StackedParameter:
@@ -200,7 +198,7 @@ class StackedParameter:
         """As `WeightStack.product`."""
         # one scale for all experts: a product has one for each expert's block, and an engine casts a parameter whole
         weight, source, casts = self._weight, self._source, self._casts
-        w = under_one_scale(source.for_call(weight, casts, x), len(weight), source.is_transposed)
+        w = under_one_scale(source.for_call(weight, casts, x), source.is_transposed)
         how = Products(
             groups, casts, self._factor, backward_weight=source.backward([weight], casts), reads=reads, sums=sums
         )
