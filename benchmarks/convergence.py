@@ -28,6 +28,7 @@ from benchmarks.harness import command, environment
 from benchmarks.harness.results import Result
 from benchmarks.training.campaign import Place, places, work_off
 from benchmarks.training.convergence import Findings, course_table, end_table, kind_table, part_table, plot, read_runs
+from benchmarks.training.curves import timed_tables
 from benchmarks.training.data import tokens_of
 from benchmarks.training.job import Job
 from benchmarks.training.kinds import kind_of_text
@@ -36,6 +37,7 @@ from benchmarks.training.output import Output, describe, gpu_facts, head_of, sho
 from benchmarks.training.records import Setting, place_of
 from benchmarks.training.runs import Run
 from benchmarks.training.variants import VARIANTS, chosen
+from fp8booster.cli.train.data import TokenFile
 from fp8booster.cli.train.key_values import fp8_config
 
 NONE: list[str] = []
@@ -55,6 +57,12 @@ def main(
         list[str],
         typer.Option(help="Other text to evaluate on: code, prose, a language as de, or NAME=PATH; repeat it."),
     ] = NONE,
+    evaluate_every: Annotated[
+        int, typer.Option(help="Steps between evaluations on held-out and other text (default: the end alone).")
+    ] = 0,
+    record: Annotated[
+        int, typer.Option(help="Steps between samples of each FP8 tensor: outliers, zeros; 0 is none.")
+    ] = 0,
     model: Annotated[str, typer.Option(help="As `benchmarks.llama --model`.")] = "7b",
     layers: Annotated[int | None, typer.Option(help="Layers, where not as many as the model has.")] = None,
     sequence: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 4096,
@@ -164,17 +172,25 @@ def learn(
         if reason is not None:
             failed[run.name] = reason
         state = f"failed: {reason}" if reason else "ended" if ended else "saved"
-        done, rate = len(run.folder.losses()), run.folder.rate(begun[run.name])
-        speed = f", {rate * run.job.micro_batch * run.job.sequence * setting.ranks:.0f} tokens/s" if rate else ""
-        console.print(f"  {run.name}: {state} after {done} steps{speed}", markup=False)
+        done, rate = len(run.folder.losses()), run.folder.speed(begun[run.name])
+        speed = f", {rate:.0f} tokens/s" if rate else ""
+        size = f", checkpoint of {1e-9 * size:.2f} GB" if (size := run.folder.checkpoint_bytes) else ""
+        console.print(f"  {run.name}: {state} after {done} of {run.job.steps} steps{speed}{size}", markup=False)
         if ended:
             write(campaign, failed, setting, output)
 
     work_off(campaign, at, until=until, limit_s=limit, before_run=before, after_run=after)
     show(*write(campaign, failed, setting, output))
     done = sum(run.folder.end() is not None for run in campaign)
-    console.print(f"{done} of {len(campaign)} runs have ended", markup=False)
+    left = sum(run.job.steps - len(run.folder.losses()) for run in campaign if run.folder.end() is None)
+    tokens = 1e-6 * left * setting.tokens_a_step
+    console.print(f"{done} of {len(campaign)} runs have ended, {tokens:.1f} M tokens are left", markup=False)
     return failed
+
+
+def identified(tokens: TokenFile) -> str:
+    """Say which text it is, on whatever machine: its digest, with the tokenizer's, and its size."""
+    return f"{Path(tokens.name).name}, {tokens.count} tokens of {tokens.vocabulary} kinds, digest {tokens.identity}"
 
 
 @app.command()
@@ -209,11 +225,11 @@ def write(
     variants = list(dict.fromkeys(run.variant.label for run in campaign))
     seeds = dict.fromkeys(run.seed for run in campaign)
     title = f"{job.steps} steps of {job.architecture.label}, {job.architecture.layers} layers, on {setting.place}"
-    tokens = job.steps * job.micro_batch * job.sequence * setting.ranks
+    tokens = job.steps * setting.tokens_a_step
     head = head_of(setting, output) | {"training": f"{describe(job)}, {job.steps} steps"}
     head |= {"tokens of a run": f"{tokens / 1e6:.1f} M of {job.tokens.count / 1e6:.1f} M"}
-    if job.kinds:
-        head["text of other kinds"] = ", ".join(f"{name}: {each.name}" for name, each in job.kinds)
+    head["text"] = identified(job.tokens)
+    head |= {f"text of {name}": identified(each) for name, each in job.kinds}
     head |= {f"in FP8, {variant}": layers for variant, layers in found.facts.items()}
     changes = {"outlier": job.outlier, "tiny-gradients": job.gradient_scale, "fp32-start": job.fp32_start}
     stress = "".join(f"-{change}" for change, asked in changes.items() if asked)
@@ -235,6 +251,7 @@ def deliver(
     tables = [
         part_table(found, variants),
         kind_table(found, variants),
+        *timed_tables(found, variants),
         end_table(found, variants),
         course_table(found.losses, variants),
     ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,10 +12,10 @@ import numpy as np
 
 from benchmarks.harness.plots import plot_differences, plot_points
 from benchmarks.harness.results import Column, Record, Table
-from benchmarks.training.runs import HELD_OUT, Run
+from benchmarks.training.differences import Difference
+from benchmarks.training.runs import HELD_OUT, Point, Run
+from benchmarks.training.samples import TENTHS, recorded
 from benchmarks.training.variants import BF16, VARIANTS, Variant, base_of
-
-TENTHS = 10
 
 Losses = Mapping[int, Mapping[str, Sequence[float]]]
 """By seed and variant, of every step; a seed has the variants that were trained."""
@@ -35,6 +34,12 @@ class Findings:
     """The loss on what no step trains on, as the run computes ("own") and in BF16."""
     kinds: dict[int, dict[str, dict[str, dict[str, float]]]] = field(default_factory=dict)
     """The same on text of each other kind, by its name."""
+    curves: dict[int, dict[str, dict[str, list[Point]]]] = field(default_factory=dict)
+    """The loss on each text after so many tokens."""
+    speeds: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Tokens/s, the median."""
+    recorded: dict[int, dict[str, list[Record]]] = field(default_factory=dict)
+    """What FP8 did to the tensors of each role in each tenth of the steps (`samples.recorded`)."""
     not_finite: dict[int, dict[str, int]] = field(default_factory=dict)
     """The step of the first loss that was not."""
     facts: dict[str, str] = field(default_factory=dict)
@@ -53,6 +58,11 @@ class Findings:
                 found.losses.setdefault(run.seed, {})[label] = run.folder.losses()
                 found.held_out.setdefault(run.seed, {})[label] = end["held_out"]
                 found.kinds.setdefault(run.seed, {})[label] = end["kinds"]
+                found.curves.setdefault(run.seed, {})[label] = run.folder.curves()
+                if speed := run.folder.speed():
+                    found.speeds.setdefault(run.seed, {})[label] = speed
+                if rows := recorded(run.folder.scales, run.job.steps):
+                    found.recorded.setdefault(run.seed, {})[label] = rows
                 if end["layers"] is not None or run.variant.engine == Variant.engine:
                     found.facts[label] = end["layers"] or "no layer, as their logs say why"
             else:
@@ -67,35 +77,6 @@ NOTE = (
     "variants of BF16 do, part from each other too, and what of a difference lies within a few of its errors "
     "may be chance."
 )
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The mean over seeds of what one variant's loss is over BF16's, less one."""
-
-    mean: float
-    error: float
-    """Standard error of the mean; NaN of one seed."""
-
-    @classmethod
-    def of(cls, differences: Sequence[float]) -> Difference:
-        """Return the mean and its error of one value for each seed."""
-        count = len(differences)
-        error = float(np.std(differences, ddof=1)) / math.sqrt(count) if count > 1 else math.nan
-        return cls(float(np.mean(differences)), error)
-
-    @property
-    def in_percent(self) -> tuple[float, float]:
-        """Mean and error."""
-        return 100 * self.mean, 100 * self.error
-
-    def as_record(self) -> Record:
-        """For JSON."""
-        return {"mean": self.mean, "error": self.error, "shown": str(self)}
-
-    def __str__(self) -> str:
-        error = "" if math.isnan(self.error) else f" ± {100 * self.error:.2f}"
-        return f"{100 * self.mean:+.2f}{error} %"
 
 
 def read_runs(files: Sequence[Path]) -> tuple[Findings, list[str], list[dict[str, Any]]]:
@@ -116,9 +97,10 @@ def read_runs(files: Sequence[Path]) -> tuple[Findings, list[str], list[dict[str
             raise ValueError(f"{file} is not a result of `benchmarks.convergence --json`")
         runs.append(found)
         for line in COMPARED:
-            if found["head"][line] != runs[0]["head"][line]:
+            one, other = found["head"].get(line), runs[0]["head"].get(line)
+            if one != other:
                 raise ValueError(
-                    f"{file} differs in {line} from {files[0]}: {found['head'][line]} and {runs[0]['head'][line]}; "
+                    f"{file} differs in {line} from {files[0]}: {one} and {other}; "
                     "join runs that differ in their seeds or variants alone"
                 )
         for record in found["tables"]["ends"]:
@@ -137,12 +119,12 @@ def read_runs(files: Sequence[Path]) -> tuple[Findings, list[str], list[dict[str
     return joined, in_order(variants), runs
 
 
-KEPT = ("losses", "held_out", "kinds", "not_finite")
+KEPT = ("losses", "held_out", "kinds", "curves", "speeds", "recorded", "not_finite")
 """Of `Findings`, what a result's records have by seed."""
 
 
-COMPARED = ("GPU", "ranks", "training")
-"""Lines of the head that must be alike."""
+COMPARED = ("GPU", "ranks", "training", "text")
+"""Lines of the head that must be alike; results of before have no "text"."""
 
 
 def tenths(losses: Sequence[float]) -> list[float]:

@@ -74,6 +74,8 @@ class Job:
     """Share of the text, its end, that no step trains on."""
     kinds: tuple[tuple[str, TokenFile], ...] = ()
     """Names and texts of other kinds, to evaluate on."""
+    evaluate_every: int = 0
+    """Steps from one evaluation on these texts to the next; 0: after the last step alone."""
     outlier: tuple[int, float] | None = None
     """An output channel of the middle layer's gate and up, and a factor on its initial weights."""
     gradient_scale: float | None = None
@@ -112,6 +114,10 @@ class Job:
             raise ValueError("--checkpointed-layers takes --checkpointing, and 1 layer or more")
         if self.record < 0:
             raise ValueError(f"--record is {self.record}; give the steps between samples, or 0 for none")
+        if self.evaluate_every < 0:
+            raise ValueError(
+                f"--evaluate-every is {self.evaluate_every}; give the steps between evaluations, or 0 for the end alone"
+            )
         if self.warm_up < 0:
             raise ValueError(f"--warm-up is {self.warm_up}; it must be at least 0")
         self.parallel(self.plugin).check()

@@ -11,7 +11,9 @@ import os
 import time
 import traceback
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -28,6 +30,8 @@ from benchmarks.training.job import Job
 from benchmarks.training.runs import HELD_OUT, NOT_FINITE, RunFolder
 from benchmarks.training.worker import PRELOADED, cuda_begins_in_a_fork, facts_of, reason_of
 from fp8booster.checkpoints import named_step, new_checkpoint, newest_checkpoint
+from fp8booster.cli.train.checkpoints import load_random_state, save_random_state
+from fp8booster.nn.recording import record
 from fp8booster.training.models import build
 from fp8booster.training.optimizers import WarmupCosine
 
@@ -42,7 +46,8 @@ def learn(task: dict[str, Any]) -> None:
         task: "engine", "job" and "folder" of the run; "until", in seconds since the epoch, when to save and end;
             "limit_s", after which a collective has failed.
     """
-    job = Job.from_record(task["job"])
+    # recorded from here on, in the run's folder, and not by the engine
+    job = replace(given := Job.from_record(task["job"]), record=0)
     make = ENGINES[task["engine"]].load()
     cuda = job.device == "cuda"
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
@@ -50,36 +55,54 @@ def learn(task: dict[str, Any]) -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=task["limit_s"]))
     built = make(job, device)
-    folder, first = RunFolder(Path(task["folder"])), dist.get_rank() == 0
-    step = _resume(built, folder)
+    folder = RunFolder(Path(task["folder"]))
+    records = given.record and facts_of(built.model)["layers"] is not None
+    done = folder.resumes_at
+    # before weights are loaded, which casts those of the next step
+    with record(built.model, every=given.record, sink=folder.scales, done=done) if records else nullcontext():
+        ended = _train(built, job, folder, _resume(built, folder), task["until"], device)
+    if ended:
+        found = evaluate(built, job, device)
+        if dist.get_rank() == 0:
+            folder.finish(HELD_OUT, held_out=found.pop(HELD_OUT), kinds=found, **facts_of(built.model))
+
+
+def _train(built: BuiltEngine, job: Job, folder: RunFolder, step: int, until: float, device: torch.device) -> bool:
+    """Train from a step on; returns whether to the last one: else it was late, and is saved, or a loss not finite."""
+    first = dist.get_rank() == 0
     feed = batches(job, built.replica, device)
     schedule = WarmupCosine.over(job.steps, job.lr)
-    began = time.monotonic()
+    a_step = job.micro_batches * job.micro_batch * job.sequence * built.replica.count
     while step < job.steps:
-        losses = []
+        losses: list[torch.Tensor] = []
+        began = time.monotonic()  # an evaluation is not timed
         while True:
             for group in built.optimizer.param_groups:
                 group["lr"] = schedule.rate(step + 1)
             losses.append(built.step(feed(step)))
             step += 1
-            if step % BLOCK == 0 or step == job.steps:
+            evaluates = job.evaluate_every and step % job.evaluate_every == 0 and step < job.steps
+            if step % BLOCK == 0 or step == job.steps or evaluates:
                 break
-        values, late = _over_ranks(losses, time.time() >= task["until"], device)
+        values, late = _over_ranks(losses, time.time() >= until, device)
         finite = [value for value in values if math.isfinite(value)]
+        line = {"step": step, "losses": finite, "tokens": len(values) * a_step, "seconds": time.monotonic() - began}
+        if evaluates and len(finite) == len(values):
+            line["texts"] = {name: _evaluated(built.model, text()) for name, text in texts_of(job, device).items()}
+            built.model.train()
         if first:
-            folder.append(step=step, losses=finite, seconds=time.monotonic() - began)
+            folder.append(**line)
         if len(finite) < len(values):
             if first:
                 bad = next(index for index, value in enumerate(values) if not math.isfinite(value))
                 folder.finish(NOT_FINITE, at_step=step - len(values) + bad + 1)
-            return
+            return False
         if late and step < job.steps:
             with new_checkpoint(folder.checkpoints, step, keep=1, finite=built.boosted.is_finite()) as place:
                 built.boosted.save(place)
-            return
-    found = evaluate(built, job, device)
-    if first:
-        folder.finish(HELD_OUT, held_out=found.pop(HELD_OUT), kinds=found, **facts_of(built.model))
+                save_random_state(built.model, place)
+            return False
+    return True
 
 
 def _resume(built: BuiltEngine, folder: RunFolder) -> int:
@@ -88,6 +111,7 @@ def _resume(built: BuiltEngine, folder: RunFolder) -> int:
     step = 0
     if checkpoint is not None:
         built.boosted.load(checkpoint)
+        load_random_state(built.model, checkpoint)
         step = named_step(checkpoint)
     if dist.get_rank() == 0:
         folder.cut(step)
@@ -106,23 +130,31 @@ def _over_ranks(losses: list[torch.Tensor], late: bool, device: torch.device) ->
 def evaluate(built: BuiltEngine, job: Job, device: torch.device) -> dict[str, dict[str, float]]:
     """The mean loss on what was held out, and on text of each other kind, by its name.
 
-    "own" is as the run computes, and "BF16" of its weights without FP8.
+    "own" is as the run computes, "error" its standard error over the text, and "BF16" of its weights without FP8.
     """
-    texts = {HELD_OUT: lambda: held_out(job, device)}
-    texts |= {name: partial(of_kind, tokens, job, device) for name, tokens in job.kinds}
     trained, plain = built.boosted.model.unwrap(), build(job.architecture.config(job.sequence), device=device)
     plain.load_state_dict(trained.state_dict())
     for name, buffer in plain.named_buffers():  # ZeRO rounds the rotary frequencies, which are in no state dict
         buffer.data = trained.get_buffer(name).data
-    ways = {"own": built.model, "BF16": plain}
-    return {name: {way: _mean_loss(model, text()) for way, model in ways.items()} for name, text in texts.items()}
+    return {
+        name: _evaluated(built.model, text()) | {"BF16": _evaluated(plain, text())["own"]}
+        for name, text in texts_of(job, device).items()
+    }
+
+
+def texts_of(job: Job, device: torch.device) -> dict[str, Callable[[], Iterable[torch.Tensor]]]:
+    """What no step trains on, by its name: functions that give micro-batches."""
+    kinds = {name: partial(of_kind, tokens, job, device) for name, tokens in job.kinds}
+    return {HELD_OUT: partial(held_out, job, device), **kinds}
 
 
 @torch.no_grad()
-def _mean_loss(model: torch.nn.Module, text: Iterable[torch.Tensor]) -> float:
+def _evaluated(model: torch.nn.Module, text: Iterable[torch.Tensor]) -> dict[str, float]:
+    """The mean loss, and its standard error over micro-batches: NaN of one."""
     model.eval()
-    losses = [model(input_ids=tokens, labels=tokens).loss for tokens in text]
-    return torch.stack(losses).double().mean().item()
+    losses = torch.stack([model(input_ids=tokens, labels=tokens).loss for tokens in text]).double()
+    error = losses.std().item() / math.sqrt(len(losses)) if len(losses) > 1 else math.nan
+    return {"own": losses.mean().item(), "error": error}
 
 
 def do(task: dict[str, Any]) -> int:

@@ -25,6 +25,11 @@ class Setting:
     gpu: Gpu
 
     @property
+    def tokens_a_step(self) -> int:
+        """Tokens of one step of all ranks, where each is a replica."""
+        return self.job.micro_batches * self.job.micro_batch * self.job.sequence * self.ranks
+
+    @property
     def place(self) -> str:
         """The machine, for titles."""
         return place_of(self.ranks, on_gpus=self.job.device == "cuda")

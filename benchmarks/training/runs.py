@@ -1,11 +1,12 @@
 """One run of a campaign: its folder, which says how far it came and what it found.
 
     job.json        engine and job
-    losses.jsonl    the losses, a line every few steps; at last, how it ended
+    losses.jsonl    the losses, a line every few steps, some with losses on other text; at last, how it ended
+    scales.jsonl    what FP8 does to each tensor, where that is recorded
     checkpoints/    where it goes on; removed when it has ended
     rank-0.log      what its processes print
 
-A run that has ended needs its first two files alone.
+A run that has ended needs its first three files alone.
 """
 
 from __future__ import annotations
@@ -15,15 +16,20 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.training.job import Job
 from benchmarks.training.variants import Variant
 from fp8booster.checkpoints import named_step, newest_checkpoint
 from fp8booster.files import write_whole
+from fp8booster.monitor.sinks import FILE
 
 HELD_OUT, NOT_FINITE = "held out", "not finite"
 """How a run ends: with the loss on what it has not trained on, or where its loss was not finite."""
+
+Point = tuple[int, float, float]
+"""Tokens that were trained on, the loss on a text, and its standard error over the text."""
 
 
 class RunFolder:
@@ -32,6 +38,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoints = path / "checkpoints"
+        self.scales = path / FILE
         self._record = path / "losses.jsonl"
 
     def claim(self, engine: str, job: Job) -> None:
@@ -79,10 +86,28 @@ class RunFolder:
         checkpoint = newest_checkpoint(self.checkpoints)
         return 0 if checkpoint is None else named_step(checkpoint)
 
-    def rate(self, since: int) -> float | None:
-        """Steps a second after a step at which its processes began; None where they took none."""
+    def speed(self, since: int = 0) -> float | None:
+        """The median tokens/s of the lines after a step, without evaluations; None where there are none."""
         timed = [line for line in self.lines() if line.get("step", 0) > since]
-        return (timed[-1]["step"] - since) / timed[-1]["seconds"] if timed else None
+        return median(line["tokens"] / line["seconds"] for line in timed) if timed else None
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of its checkpoints on the disk."""
+        return sum(path.stat().st_size for path in self.checkpoints.rglob("*") if path.is_file())
+
+    def curves(self) -> dict[str, list[Point]]:
+        """The evaluations so far, by the name of the text."""
+        found: dict[str, list[Point]] = {}
+        tokens = 0
+        for line in self.lines():
+            tokens += line.get("tokens", 0)
+            texts = line.get("texts", {})
+            if line.get("end") == HELD_OUT:
+                texts = {HELD_OUT: line["held_out"], **line["kinds"]}
+            for text, loss in texts.items():
+                found.setdefault(text, []).append((tokens, loss["own"], loss["error"]))
+        return found
 
     def end(self) -> dict[str, Any] | None:
         """The line that says how it ended; None of a run that has not."""

@@ -31,12 +31,16 @@ from benchmarks.training.convergence import (
     plot,
     tenths,
 )
+from benchmarks.training.curves import curve_table, equal_loss_table, timed_tables, tokens_to
 from benchmarks.training.data import gather_packages, tokens_of
 from benchmarks.training.job import Job
 from benchmarks.training.kinds import kind_of_text
 from benchmarks.training.runs import HELD_OUT, NOT_FINITE, Run, RunFolder
+from benchmarks.training.samples import recorded, recorded_table
 from benchmarks.training.variants import BF16, VARIANTS, chosen
 from fp8booster.cli.train.data import load_tokenizer
+from fp8booster.monitor.scales import ScaleRow
+from fp8booster.monitor.sinks import JsonLines
 from tests.distributed import TEST_SECONDS
 from tests.programs import run_program
 
@@ -131,6 +135,55 @@ def test_text_of_each_kind_has_a_column_a_row_and_points(tmp_path) -> None:
     assert len(plot(tmp_path / "a", found, [BF16, "FP8"], "title")) == 2
 
 
+def test_tokens_to_a_loss_lie_between_evaluations() -> None:
+    curve = [(10, 5.0, 0.1), (20, 4.0, 0.1), (30, 4.2, 0.1), (40, 3.2, 0.1)]
+    assert tokens_to(3.2, curve) == 40
+    assert tokens_to(3.7, curve) == pytest.approx(35)
+    assert tokens_to(4.1, curve) == pytest.approx(31)  # not where it rises again
+    assert tokens_to(3.0, curve) is None
+    assert tokens_to(5.0, curve) is None
+
+
+def test_equal_loss_counts_tokens_and_time() -> None:
+    bf16 = {HELD_OUT: [(100, 5.0, 0.2), (200, 4.0, 0.1)]}
+    worse = {HELD_OUT: [(100, 5.0, 0.2), (200, 4.2, 0.1)]}  # BF16 has its last loss after 180 tokens
+    better = {HELD_OUT: [(100, 5.0, 0.2), (200, 3.0, 0.1)]}  # and it has BF16's after 150
+    curves = {0: {BF16: bf16, "FP8": worse, "FP8, rowwise": better}, 1: {BF16: bf16, "FP8": worse}}
+    found = Findings(curves=curves, speeds={seed: {BF16: 100.0, "FP8": 125.0} for seed in (0, 1)})
+    table = equal_loss_table(found, [BF16, "FP8", "FP8, rowwise"])
+    assert [[column.show(record) for column in table.columns] for record in table.records] == [
+        ["FP8", "2", "+5.00 ± 0.00 %", "+11.11 ± 0.00 %", "+25.00 ± 0.00 %", "-11.11 ± 0.00 %"],
+        ["FP8, rowwise", "1", "-25.00 %", "-25.00 %", "-", "-"],
+    ]
+    course = curve_table(found, [BF16, "FP8", "FP8, rowwise"])
+    assert [[column.show(record) for column in course.columns] for record in course.records] == [
+        [HELD_OUT, "0.0001", "5.0000 ± 0.2000", "+0.00 ± 0.00 %", "+0.00 %"],
+        [HELD_OUT, "0.0002", "4.0000 ± 0.1000", "+5.00 ± 0.00 %", "-25.00 %"],
+    ]
+    end_alone = {0: {name: {HELD_OUT: curve[HELD_OUT][-1:]} for name, curve in ((BF16, bf16), ("FP8", worse))}}
+    assert timed_tables(Findings(curves=end_alone), [BF16, "FP8"]) == []
+
+
+def test_recorded_figures_have_a_column_for_each_tenth(tmp_path) -> None:
+    def row(step: int, layer: str, outlier: float | None) -> ScaleRow:
+        figures = {"amax": 1.0, "scale": 1.0, "saturated": 0.0, "snr_db": None, "non_finite": 0, "ranks": 1}
+        return ScaleRow(
+            step=step, layer=layer, role="input", format="e4m3", flushed=0.01 * step, outlier=outlier, **figures
+        )
+
+    sink = JsonLines(tmp_path / "scales.jsonl")
+    sink.begin({"fp8booster": "0", "kind": "scales", "every": 1, "config": {}, "layers": {}}, 0)
+    sink.write([row(1, "a", 4.0), row(1, "b", 8.0), row(1, "c", None), row(20, "a", 6.0)])
+    sink.close()
+    table = recorded_table([("seed 0, FP8", recorded(tmp_path / "scales.jsonl", 20))])
+    assert [[column.show(record) for column in table.columns] for record in table.records] == [
+        ["seed 0, FP8", "input", "amax / root mean square", "6, 8", *["-"] * 8, "6, 6"],
+        ["seed 0, FP8", "input", "became zero", "1, 1 %", *["-"] * 8, "20, 20 %"],
+    ]
+    assert table.records[0]["tenths"][1]["layer"] == "b"
+    assert recorded(tmp_path / "none.jsonl", 20) == []
+
+
 def test_variants_differ_in_options_and_optimizer() -> None:
     base = Job(model="micro", fp8_options=("always=true",))
     lean = VARIANTS["fp8-lean"].job(base, seed=5)
@@ -174,6 +227,7 @@ def test_plot(tmp_path) -> None:
         (["--fp32-start", "--variant", "fp8-lean"], "error: --fp32-start is for master weights in FP32"),
         (["--tokenizer", "nowhere"], "error: --tokenizer nowhere holds no tokenizer"),
         (["--data", "nowhere"], "error: --data nowhere does not exist"),
+        (["--evaluate-every", "-1"], "error: --evaluate-every is -1; give the steps between evaluations"),
         (["--held-out", "1"], "error: --held-out is 1.0; give the share of the text"),
     ],
 )
@@ -278,8 +332,11 @@ def test_runs_go_on_bit_for_bit(text, tmp_path, monkeypatch) -> None:
     tokens = tokens_of(str(text), "text", job)
     (other := tmp_path / "other.txt").write_text("eleven and twelve are twenty-three.\n" * 300)
     job = replace(job, tokens=tokens, kinds=(kind_of_text(f"words={other}", str(text), tokens, "text"),))
-    variants = chosen(["bf16", "fp8-lean"], [])
-    whole, parts = (Run.of(tmp_path / name, variants, [3], job) for name in ("whole", "parts"))
+    variants = chosen(["bf16", "fp8-delayed", "fp8-lean"], [])
+    watched = replace(job, evaluate_every=5, record=1)
+    whole, parts = (Run.of(tmp_path / name, variants, [3], watched) for name in ("whole", "parts"))
+    unwatched = Run.of(tmp_path / "unwatched", variants, [3], job)
+    (unevaluated,) = Run.of(tmp_path / "unevaluated", variants[-1:], [3], replace(job, record=1))
     tiny, broken, between = (
         Run.of(tmp_path / name, variants[:1], [3], replace(job, **changes))
         for name, changes in (
@@ -288,19 +345,32 @@ def test_runs_go_on_bit_for_bit(text, tmp_path, monkeypatch) -> None:
             ("between", {"fp32_start": True}),
         )
     )
-    assert set(train([*whole, *tiny, *broken, *between]).values()) == {None}
-    for steps in (10, 12):
+    assert set(train([*whole, *unwatched, unevaluated, *tiny, *broken, *between]).values()) == {None}
+    for steps in (5, 10, 12):
         with monkeypatch.context() as patch:
             # it is late for the runs as soon as they look, not for who begins them
             patch.setattr(campaign, "time", Mock(wraps=time, time=lambda: 0.0))
             train(parts, until=1.0)
-        assert [len(run.folder.losses()) for run in parts] == [steps, steps]
-    for one, other in zip(whole, parts, strict=True):
+        assert [len(run.folder.losses()) for run in parts] == [steps] * len(parts)
+        assert all((run.folder.checkpoint_bytes > 0) == (steps < 12) for run in parts)
+    for one, other, plain in zip(whole, parts, unwatched, strict=True):
+        assert one.folder.losses() == plain.folder.losses()  # to evaluate and to record changes nothing
+        assert one.folder.end() == plain.folder.end()
+        curves = one.folder.curves()
+        assert other.folder.curves() == curves
+        assert [tokens for tokens, _, _ in curves[HELD_OUT]] == [5 * 64, 10 * 64, 12 * 64]
+        assert list(curves) == [HELD_OUT, "words"]
+        assert curves[HELD_OUT][0][1] > curves[HELD_OUT][-1][1] > 0 < curves[HELD_OUT][0][2]
+        assert recorded(one.folder.scales, 12) == recorded(other.folder.scales, 12)
+        assert one.folder.scales.exists() == (one.variant.label != BF16)
         assert one.folder.losses() == other.folder.losses()
         assert one.folder.end() == other.folder.end()
         assert one.folder.end()["end"] == HELD_OUT
         assert not other.folder.checkpoints.exists()
-    bf16, lean = (run.folder.end() for run in whole)
+    rows = recorded(whole[-1].folder.scales, 12)
+    assert rows == recorded(unevaluated.folder.scales, 12)  # evaluations are not recorded
+    assert sum(row["samples"] for row in rows if row["role"] == "input") == 12
+    bf16, _, lean = (run.folder.end() for run in whole)
     assert bf16["held_out"]["own"] == bf16["held_out"]["BF16"]  # the same weights in the same precision
     assert bf16["held_out"]["own"] < whole[0].folder.losses()[0]
     assert lean["held_out"]["own"] == pytest.approx(lean["held_out"]["BF16"], rel=1e-2)
@@ -329,7 +399,7 @@ def test_runs_go_on_bit_for_bit(text, tmp_path, monkeypatch) -> None:
     # an FP8 run without a layer in FP8 is told of
     (none,) = Run.of(tmp_path / "none", [VARIANTS["fp8"]], [3], job)
     none.folder.path.mkdir(parents=True)
-    none.folder.append(end=HELD_OUT, held_out={}, kinds={}, layers=None)
+    none.folder.append(end=HELD_OUT, held_out={"own": 4.0, "error": 0.1}, kinds={}, layers=None)
     assert Findings.of([none, whole[0]])[0].facts == {"FP8": "no layer, as their logs say why"}
 
     # the folder of a run is its own
@@ -370,13 +440,14 @@ def test_runs_share_the_gpus(monkeypatch) -> None:
 
 def test_steps_after_the_checkpoint_are_forgotten(tmp_path) -> None:
     folder = RunFolder(tmp_path)
-    folder.append(step=10, losses=[1.0] * 10, seconds=4.0)
-    folder.append(step=20, losses=[2.0] * 10, seconds=8.0)
+    folder.append(step=10, losses=[1.0] * 10, tokens=1000, seconds=4.0)
+    folder.append(step=20, losses=[2.0] * 10, tokens=1000, seconds=8.0)
     with (tmp_path / "losses.jsonl").open("a") as stream:
         stream.write('{"step": 30, "lo')  # a kill
     assert len(folder.losses()) == 20
-    assert folder.rate(10) == 10 / 8.0
-    assert folder.rate(20) is None
+    assert folder.speed(10) == 1000 / 8.0
+    assert folder.speed() == (125.0 + 250.0) / 2
+    assert folder.speed(20) is None
     folder.cut(10)
     assert folder.losses() == [1.0] * 10
 

@@ -223,13 +223,9 @@ def save_checkpoint(
     """
     rank = dist.get_rank()
     with new_checkpoint(root, state.step, keep=state.options.keep, finite=finite) as folder:
-        # before `boosted.save`, in which ranks wait for each other: then it is there for all
-        if rank == 0:
-            (folder / "random").mkdir()
         # options decide on all ranks alike, for a save gathers from each of them
         boosted.save(folder, codes=state.options.saves_codes(state.precision))
-        # dropout draws on each rank by itself
-        torch.save(_random_state(boosted.model), folder / "random" / f"rank-{rank:05d}.pt")
+        save_random_state(boosted.model, folder)
         if rank == 0:
             _save_config(config, folder / "model")
             shutil.copytree(tokenizer, folder / "model", dirs_exist_ok=True)
@@ -270,9 +266,7 @@ def load_checkpoint(
     boosted.load(checkpoint)
     # states of ranks cannot be divided among others
     if state.world_size == dist.get_world_size():
-        with faults_named():
-            state_of_rank = torch.load(checkpoint / "random" / f"rank-{dist.get_rank():05d}.pt", weights_only=True)
-        _set_random_state(state_of_rank, boosted.model)
+        load_random_state(boosted.model, checkpoint)
     dist.barrier()  # the run's folder may change after this: no rank reads it any more, and none has failed to
     return state
 
@@ -287,6 +281,30 @@ def _check_shapes(checkpoint: Path, here: dict[str, list[int]], tied: Collection
                 f"The checkpoint {checkpoint} is of another shape: {name} is {saved.get(name, 'missing')} there and "
                 f"{here.get(name, 'missing')} here; resume with the --model it was started with."
             )
+
+
+def save_random_state(model: nn.Module, folder: Path) -> None:
+    """Write `random/` of a checkpoint: this rank's random states, and what its layers remember of earlier steps.
+
+    Every rank calls it, for dropout draws on each by itself.
+    """
+    (folder / "random").mkdir(exist_ok=True)
+    torch.save(_random_state(model), _random_file(folder))
+
+
+def load_random_state(model: nn.Module, checkpoint: Path) -> None:
+    """Set this rank's random states, and what layers remember, to what `save_random_state` wrote on as many ranks.
+
+    Raises:
+        ValueError: the file holds no such state.
+    """
+    with faults_named():
+        state = torch.load(_random_file(checkpoint), weights_only=True)
+    _set_random_state(state, model)
+
+
+def _random_file(checkpoint: Path) -> Path:
+    return checkpoint / "random" / f"rank-{dist.get_rank():05d}.pt"
 
 
 def _random_state(model: nn.Module) -> dict[str, Any]:
