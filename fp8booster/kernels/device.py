@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 
 import torch
@@ -77,10 +76,3 @@ def require_fp8(device: torch.device, emulate: bool, granularity: str = "tensorw
         reason = why_no_blockwise(device)
     if reason is not None:
         raise ValueError(reason)
-
-
-def without_autocast(device_type: str) -> contextlib.AbstractContextManager:
-    """Let operators keep their dtypes: autocast turns FP32 sums to 16 bits, and joins no tensors of the other 16."""
-    if torch.is_autocast_enabled(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return contextlib.nullcontext()

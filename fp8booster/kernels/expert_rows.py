@@ -49,7 +49,9 @@ def expert_rows(owners: Tensor, experts: int) -> ExpertRows:
     # the sum of the weight gradient over no rows would be refused
     sizes = (begins.diff() + (ALIGNMENT - 1)).div_(ALIGNMENT, rounding_mode="floor").clamp_(min=1).mul_(ALIGNMENT)
     ends = sizes.cumsum(0)
-    by_rank = torch.arange(len(owners), device=device) + (ends - sizes - begins[:-1])[by_expert.long()]
+    by_rank = (
+        torch.arange(len(owners), dtype=torch.int64, device=device) + (ends - sizes - begins[:-1])[by_expert.long()]
+    )
     places = torch.empty_like(order).scatter_(0, order, by_rank)
     choices = torch.full((most,), -1, dtype=torch.int32, device=device)
     choices.scatter_(0, places, torch.arange(len(owners), dtype=torch.int32, device=device))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable
@@ -116,3 +117,10 @@ def _tensors(arguments: list[Any]) -> list[Tensor]:
     for argument in arguments:
         found += argument if isinstance(argument, (tuple, list)) else [argument]
     return [tensor for tensor in found if tensor is not None]
+
+
+def without_autocast(device_type: str) -> contextlib.AbstractContextManager:
+    """Let operators keep their dtypes: autocast turns FP32 sums to 16 bits, and joins no tensors of the other 16."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fp8booster import formats
 from fp8booster.kernels.blockwise_cast import are_groups, decoded
-from fp8booster.kernels.device import without_autocast
+from fp8booster.kernels.operators import without_autocast
 from fp8booster.kernels.scales import SCALE_STRIDE
 
 

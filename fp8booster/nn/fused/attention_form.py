@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from fp8booster.kernels.device import without_autocast
+from fp8booster.kernels.operators import without_autocast
 from fp8booster.nn.fused.families import Part, has_sinks
 from fp8booster.nn.fused.packing import PackedEmbeddings, Sequences
 from fp8booster.nn.fused.trials import are_alike, numbers, on_numbers, tried, watch

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8booster.config import FP8Config
-from fp8booster.kernels.device import require_fp8, without_autocast
+from fp8booster.kernels.device import require_fp8
+from fp8booster.kernels.operators import without_autocast
 from fp8booster.nn.linear.frozen import FrozenFP8Linear
 from fp8booster.nn.linear.functional import Defer, linear_from_quantized
 from fp8booster.nn.linear.inputs import is_plain

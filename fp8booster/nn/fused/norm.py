@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fp8booster.kernels.device import without_autocast
+from fp8booster.kernels.operators import without_autocast
 from fp8booster.nn.fused.part import Fused
 from fp8booster.nn.fused.pointwise import PLAIN, Saving, row_norm
 from fp8booster.nn.fused.trials import Norm, norm_of

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fp8booster.kernels.device import without_autocast
+from fp8booster.kernels.operators import without_autocast
 
 
 def are_stacked(weights: Sequence[torch.Tensor]) -> bool:
