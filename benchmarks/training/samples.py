@@ -41,7 +41,7 @@ def _figures(rows: Sequence[ScaleRow]) -> Record:
     return found
 
 
-FIGURES = {"outlier": "amax / root mean square", "flushed": "became zero"}
+FIGURES = {"kurtosis": "kurtosis", "outlier": "amax / root mean square", "flushed": "became zero"}
 """Figures of `ScaleRow` that are shown."""
 
 

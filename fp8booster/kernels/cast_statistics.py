@@ -11,7 +11,7 @@ from fp8booster import formats
 from fp8booster.kernels.alignment import BLOCK
 from fp8booster.kernels.operators import operator
 
-FIELDS = ("amax", "nonzero", "flushed", "saturated", "non_finite", "signal", "noise")
+FIELDS = ("amax", "nonzero", "flushed", "saturated", "non_finite", "signal", "noise", "fourth")
 """Of each statistic its name; the first is a maximum, the others are sums."""
 
 # a value saturates from so many times the format's maximum on: a scale that is rounded may bring amax a bit above it
@@ -40,6 +40,7 @@ def cast_statistics(matrix: Tensor, data: Tensor, inverse_scale: Tensor) -> Tens
             non_finite  how many values are NaN or infinite
             signal      sum of squares of the finite values
             noise       sum of squares of what the cast changed them by; NaN where the scale is
+            fourth      sum of fourth powers of the finite values, for their kurtosis
     """
     rows, columns = matrix.shape
     step = max(1, _CHUNK // max(1, columns))
@@ -80,5 +81,6 @@ def statistics(matrix: Tensor, decoded: Tensor, beyond: Tensor | float = math.in
         (~is_finite).sum(),
         values.square().sum(),
         error.square().sum(),
+        values.square().square().sum(),
     )
     return torch.stack([each.double() for each in found])

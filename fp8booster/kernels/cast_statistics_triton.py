@@ -55,6 +55,7 @@ def cast_statistics_kernel(
     non_finite = tl.zeros([BLOCK], tl.int32)
     signal = tl.zeros([BLOCK], tl.float64)
     noise = tl.zeros([BLOCK], tl.float64)
+    fourth = tl.zeros([BLOCK], tl.float64)
     for _ in range(program, tiles, programs):
         inside = index < count
         row, column = index // columns, index % columns
@@ -76,7 +77,9 @@ def cast_statistics_kernel(
         flushed += (is_nonzero & (code == 0)).to(tl.int32)
         saturated += (tl.abs(exact) > LIMIT * inverse).to(tl.int32)
         non_finite += (inside & (is_finite == 0)).to(tl.int32)
-        signal += exact * exact
+        square = exact * exact
+        signal += square
+        fourth += square * square
         noise += error * error
         index += programs.to(tl.int64) * BLOCK
     own = parts + program * FIELDS
@@ -87,10 +90,11 @@ def cast_statistics_kernel(
     tl.store(own + 4, tl.sum(non_finite, 0).to(tl.float64))
     tl.store(own + 5, tl.sum(signal, 0))
     tl.store(own + 6, tl.sum(noise, 0))
+    tl.store(own + 7, tl.sum(fourth, 0))
 
 
 def cast_statistics_triton(matrix: Tensor, data: Tensor, inverse_scale: Tensor) -> Tensor:
-    """Compute `cast_statistics`, but for the last bits of the sums of squares."""
+    """Compute `cast_statistics`, but for the last bits of the sums of powers."""
     # as many parts for every matrix of a device, so that those of many matrices can be stacked
     rows, columns = matrix.shape
     count, programs = rows * columns, _PROGRAMS * processors(matrix.device)

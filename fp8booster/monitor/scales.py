@@ -37,6 +37,8 @@ class Totals(NamedTuple):
     """Sum of squares of the finite values."""
     noise: float
     """Sum of squares of what the cast changed them by."""
+    fourth: float
+    """Sum of fourth powers of the finite values."""
     ranks: int = 1
 
     def merged(self, other: Totals, of_other_rank: bool = False) -> Totals:
@@ -47,7 +49,7 @@ class Totals(NamedTuple):
                 max(self.amax, other.amax),
                 # `max` of a NaN depends on the order of its arguments
                 math.nan if any(map(math.isnan, inverse_scales)) else max(inverse_scales),
-                *(one + another for one, another in zip(self[2:9], other[2:9], strict=True)),
+                *(one + another for one, another in zip(self[2:-1], other[2:-1], strict=True)),
                 self.ranks + other.ranks if of_other_rank else max(self.ranks, other.ranks),
             )
         )
@@ -79,6 +81,9 @@ class ScaleRow:
     """Values that are NaN or infinite."""
     outlier: float | None
     """amax / root mean square of the values; None: no number, as where all are zero."""
+    kurtosis: float | None
+    """Mean of the fourth powers / square of the mean square: 3 of a normal distribution, more with heavier tails; None
+    as for `outlier`."""
     ranks: int
     """Ranks that hold a part of the tensor, or a copy."""
 
@@ -103,6 +108,7 @@ def row_of(step: int, key: Key, totals: Totals) -> ScaleRow:
         snr_db=10 * math.log10(totals.signal / totals.noise) if measured else None,
         non_finite=int(totals.non_finite),
         outlier=totals.amax / math.sqrt(totals.signal / finite) if totals.signal > 0 else None,
+        kurtosis=finite * totals.fourth / totals.signal**2 if totals.signal**2 > 0 else None,
         ranks=totals.ranks,
     )
 

@@ -85,7 +85,7 @@ class TensorBoard:
         folder: of the event files.
     """
 
-    FIGURES = ("amax", "scale", "flushed", "saturated", "snr_db", "non_finite", "outlier")
+    FIGURES = ("amax", "scale", "flushed", "saturated", "snr_db", "non_finite", "outlier", "kurtosis")
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)

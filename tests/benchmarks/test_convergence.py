@@ -166,10 +166,9 @@ def test_equal_loss_counts_tokens_and_time() -> None:
 
 def test_recorded_figures_have_a_column_for_each_tenth(tmp_path) -> None:
     def row(step: int, layer: str, outlier: float | None) -> ScaleRow:
-        figures = {"amax": 1.0, "scale": 1.0, "saturated": 0.0, "snr_db": None, "non_finite": 0, "ranks": 1}
-        return ScaleRow(
-            step=step, layer=layer, role="input", format="e4m3", flushed=0.01 * step, outlier=outlier, **figures
-        )
+        same = {"amax": 1.0, "scale": 1.0, "saturated": 0.0, "snr_db": None, "non_finite": 0, "kurtosis": 3.0}
+        own = {"step": step, "layer": layer, "flushed": 0.01 * step, "outlier": outlier}
+        return ScaleRow(role="input", format="e4m3", ranks=1, **same, **own)
 
     sink = JsonLines(tmp_path / "scales.jsonl")
     sink.begin({"fp8booster": "0", "kind": "scales", "every": 1, "config": {}, "layers": {}}, 0)
@@ -177,10 +176,11 @@ def test_recorded_figures_have_a_column_for_each_tenth(tmp_path) -> None:
     sink.close()
     table = recorded_table([("seed 0, FP8", recorded(tmp_path / "scales.jsonl", 20))])
     assert [[column.show(record) for column in table.columns] for record in table.records] == [
+        ["seed 0, FP8", "input", "kurtosis", "3, 3", *["-"] * 8, "3, 3"],
         ["seed 0, FP8", "input", "amax / root mean square", "6, 8", *["-"] * 8, "6, 6"],
         ["seed 0, FP8", "input", "became zero", "1, 1 %", *["-"] * 8, "20, 20 %"],
     ]
-    assert table.records[0]["tenths"][1]["layer"] == "b"
+    assert table.records[1]["tenths"][1]["layer"] == "b"
     assert recorded(tmp_path / "none.jsonl", 20) == []
 
 
@@ -488,6 +488,10 @@ def test_kinds_of_text_that_a_machine_has(text, tmp_path, monkeypatch) -> None:
     assert message in load_tokenizer(str(found.tokenizer)).decode(found.open())
     with pytest.raises(ValueError, match="--kind is 'tlh', and this machine has no messages of programs in a language"):
         kind_of_text("tlh", str(text), tokens, "text")
+    (header := packages / "include" / "a.cuh").parent.mkdir()
+    header.write_text("#pragma once // a header")
+    (header.parent / "latin.h").write_bytes(b"\xe4")
+    assert list(kinds._headers()) == ["#pragma once // a header"]
     with pytest.raises(ValueError, match="--kind is 'prose', and this machine has no descriptions"):
         kind_of_text("prose", str(text), tokens, "text")
     with pytest.raises(ValueError, match="--kind code is the text that --data python trains on"):

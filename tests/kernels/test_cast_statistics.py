@@ -49,6 +49,7 @@ def counted(matrix: torch.Tensor, made: QuantizedMatrix, limit: float) -> dict[s
             found["flushed"] += value != 0 and code == 0
             found["saturated"] += abs(value) > limit * scale * (1 + 2**-20)
             found["signal"] += value**2
+            found["fourth"] += value**4
             found["noise"] += (value - code * scale) ** 2
     return found
 
@@ -58,7 +59,7 @@ def close(one: dict[str, float], other: dict[str, float]) -> bool:
     return all(one[name] == other[name] for name in exact) and all(
         math.isclose(one[name], other[name], rel_tol=1e-9, abs_tol=0)
         or (math.isnan(one[name]) and math.isnan(other[name]))
-        for name in ("signal", "noise")
+        for name in ("signal", "noise", "fourth")
     )
 
 

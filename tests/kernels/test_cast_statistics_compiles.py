@@ -12,7 +12,7 @@ from tests.kernels.compiled import narrow_accesses, ptx_of
 
 SIZES = ("columns", "count", "tiles", "row_stride", "data_row_stride", "scale_row_stride", "scale_column_stride")
 TYPES = {"data": "*u8", "inverse_scale": "*fp32", "parts": "*fp64", **dict.fromkeys(SIZES, "i32")}
-CONSTANTS = {"GROUP": 128, "FIELDS": 7, "BLOCK": 2048, "column_stride": 1, "data_column_stride": 1}
+CONSTANTS = {"GROUP": 128, "FIELDS": 8, "BLOCK": 2048, "column_stride": 1, "data_column_stride": 1}
 
 
 @pytest.mark.parametrize("dtype", formats.FORMATS)

@@ -25,6 +25,7 @@ def row(step: int, **others: object) -> ScaleRow:
         "snr_db": 31.5,
         "non_finite": 0,
         "outlier": 4.0,
+        "kurtosis": 3.5,
         "ranks": 2,
     }
     return ScaleRow(step=step, **values | others)

@@ -86,6 +86,7 @@ def plain(values: torch.Tensor, dtype: torch.dtype) -> dict[str, float]:
         "flushed": float((nonzero & (rounded == 0)).sum() / nonzero.sum()),
         "snr_db": float(10 * torch.log10(exact.square().sum() / (exact - rounded).square().sum())),
         "outlier": float(exact.abs().max() / exact.square().mean().sqrt()),
+        "kurtosis": float(exact.pow(4).mean() / exact.square().mean() ** 2),
     }
 
 
@@ -148,6 +149,7 @@ def test_micro_batches_and_rowwise_scales_add_up() -> None:
     exact = torch.cat(inputs).double()
     assert row.amax == float(exact.abs().max())
     assert row.outlier == pytest.approx(float(exact.abs().max() / exact.square().mean().sqrt()))
+    assert row.kurtosis == pytest.approx(float(exact.pow(4).mean() / exact.square().mean() ** 2))
     assert row.snr_db is not None
 
 

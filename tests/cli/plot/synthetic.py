@@ -43,6 +43,7 @@ def write_scales(path: Path, layers: int, samples: int, change: Change = lambda 
                         "snr_db": (31.5 if format == "e4m3" else 25.5) - abs(spread),
                         "non_finite": 0,
                         "outlier": 12 + layer / 4 + chance.random(),
+                        "kurtosis": 3 + layer / 4,
                         "ranks": 2,
                     }
                     change(record)
