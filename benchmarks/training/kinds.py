@@ -15,7 +15,8 @@ from fp8booster.cli.train.defaults import cache_folder
 from fp8booster.cli.train.options import TrainOptions
 from fp8booster.files import write_whole
 
-CODE, PROSE = "code", "prose"
+CODE, PROSE, HEADERS = "code", "prose", "headers"
+_SUFFIXES = (".h", ".hpp", ".cuh")
 _SHORTEST = 40  # characters of a message that is a sentence more than a label
 
 
@@ -23,8 +24,9 @@ def kind_of_text(given: str, trained_on: str, tokens: TokenFile, text_column: st
     """A name, and the text as tokens, by the tokenizer of the text that is trained on.
 
     Args:
-        given: "code", Python's standard library; "prose", what installed packages say of themselves; the code of a
-            language, as "de", messages of programs translated to it; or NAME=PATH, as `fp8booster train --data`.
+        given: "code", Python's standard library; "prose", what installed packages say of themselves; "headers",
+            theirs of C, C++ and CUDA; the code of a language, as "de", messages of programs translated to it; or
+            NAME=PATH, as `fp8booster train --data`.
         trained_on: the campaign's --data.
         tokens: what that became.
         text_column: of tables.
@@ -42,7 +44,7 @@ def kind_of_text(given: str, trained_on: str, tokens: TokenFile, text_column: st
     elif given == CODE:
         data = None
     else:
-        read = _descriptions if given == PROSE else lambda: _messages(given)
+        read = {PROSE: _descriptions, HEADERS: _headers}.get(given, lambda: _messages(given))
         data = str(_written(read, given))
     options = TrainOptions(model="7b", data=data, text_column=text_column, cache=str(cache_folder()))
     return name, prepare_tokens(options, lambda text: None, str(tokens.tokenizer))
@@ -52,10 +54,12 @@ def _written(read: Callable[[], Iterable[str]], kind: str) -> Path:
     """A file with all documents, in an order that depends on the content of each alone."""
     documents = sorted(set(read()), key=lambda text: hashlib.sha256(text.encode()).digest())
     if not documents:
-        lacks = "descriptions of packages" if kind == PROSE else "messages of programs in a language of this code"
+        lacks = {PROSE: "descriptions of packages", HEADERS: "headers in packages"}.get(
+            kind, "messages of programs in a language of this code"
+        )
         raise ValueError(
-            f"--kind is {kind!r}, and this machine has no {lacks}; use {CODE}, {PROSE}, the code of another language, "
-            "as de, or NAME=PATH"
+            f"--kind is {kind!r}, and this machine has no {lacks}; use {CODE}, {PROSE}, {HEADERS}, the code of another "
+            "language, as de, or NAME=PATH"
         )
     text = "\n\n".join(documents)
     path = cache_folder() / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:24]}.txt"
@@ -71,6 +75,16 @@ def _descriptions() -> Iterator[str]:
         described = each.metadata.get_payload() or each.metadata["Description"]
         if described:
             yield str(described)
+
+
+def _headers() -> Iterator[str]:
+    """The headers of installed packages; `gather_packages` has none."""
+    for file in sorted(Path(sysconfig.get_paths()["purelib"]).rglob("*")):
+        if file.suffix in _SUFFIXES:
+            try:
+                yield file.read_text(encoding="utf-8")
+            except UnicodeDecodeError:
+                continue
 
 
 def _messages(language: str) -> Iterator[str]:
