@@ -148,7 +148,7 @@ def _scaled_mm_on_cpu(a: Tensor, b: Tensor, *, scale_a: Tensor, scale_b: Tensor,
     """Call `torch._scaled_mm` on operands that decode to finite values, in PyTorch's own kernel, without autocast."""
     scale_a, scale_b = _decodable(a, b, scale_a, scale_b)
     one_scale_each = scale_a.numel() == scale_b.numel() == 1
-    with without_autocast("cpu"), _without_unfit_onednn(one_scale_each):
+    with torch.autocast("cpu", enabled=False), _without_unfit_onednn(one_scale_each):
         return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, **options)
 
 
