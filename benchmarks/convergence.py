@@ -175,7 +175,9 @@ def learn(
         done, rate = len(run.folder.losses()), run.folder.speed(begun[run.name])
         speed = f", {rate:.0f} tokens/s" if rate else ""
         size = f", checkpoint of {1e-9 * size:.2f} GB" if (size := run.folder.checkpoint_bytes) else ""
-        console.print(f"  {run.name}: {state} after {done} of {run.job.steps} steps{speed}{size}", markup=False)
+        console.print(
+            f"  {run.name}: {state} after {done} of {run.job.steps} steps{speed}{size}", markup=False, soft_wrap=True
+        )
         if ended:
             write(campaign, failed, setting, output)
 
@@ -250,8 +252,8 @@ def deliver(
     """Write tables and plot; returns the result and its files."""
     tables = [
         part_table(found, variants),
-        kind_table(found, variants),
         *timed_tables(found, variants),
+        kind_table(found, variants),
         end_table(found, variants),
         course_table(found.losses, variants),
     ]

@@ -16,7 +16,7 @@ from benchmarks.training.variants import BF16
 
 def timed_tables(found: Findings, variants: Sequence[str]) -> list[Table]:
     """The tables of runs that were evaluated or recorded on the way; none of those that were not."""
-    tables = [curve_table(found, variants), equal_loss_table(found, variants)]
+    tables = [equal_loss_table(found, variants), curve_table(found, variants)]
     runs = [
         (f"seed {seed}, {name}", by_variant[name])
         for seed, by_variant in found.recorded.items()
@@ -85,6 +85,8 @@ def equal_loss_table(found: Findings, variants: Sequence[str]) -> Table:
                 {
                     "variant": name,
                     "seeds": len(rows),
+                    "tokens needed": [row["needed"] for row in rows],
+                    "minutes needed": [row["minutes"] for row in rows if "minutes" in row],
                     **{
                         key: Difference.of(values).as_record()
                         for key in ("loss", "tokens", "speed", "time")
@@ -98,6 +100,8 @@ def equal_loss_table(found: Findings, variants: Sequence[str]) -> Table:
         [
             Column("variant", lambda r: r["variant"]),
             Column("seeds", lambda r: str(r["seeds"])),
+            Column("M tokens, and BF16's", lambda r: _means(r["tokens needed"], 1e-6)),
+            Column("minutes, and BF16's", lambda r: _means(r["minutes needed"], 1)),
             *(
                 Column(title, lambda r, key=key: r.get(key, {}).get("shown", "-"))
                 for key, title in {
@@ -117,10 +121,14 @@ def equal_loss_table(found: Findings, variants: Sequence[str]) -> Table:
     )
 
 
+def _means(pairs: Sequence[tuple[float, float]], factor: float) -> str:
+    return ", ".join(f"{factor * mean:.4g}" for mean in np.mean(pairs, axis=0)) if pairs else "-"
+
+
 def _of_seed(
     curves: dict[str, list[Point]], references: dict[str, list[Point]], speed: float | None, of_bf16: float | None
-) -> dict[str, float] | None:
-    """One variant over BF16, less one each; None where a curve does not reach back to the equal loss."""
+) -> Record | None:
+    """One variant over BF16, less one each, and what both need; None where no curve reaches back to the equal loss."""
     curve, reference = curves.get(HELD_OUT, []), references.get(HELD_OUT, [])
     if not curve or not reference:
         return None
@@ -128,9 +136,11 @@ def _of_seed(
     needed, by_bf16 = tokens_to(equal, curve), tokens_to(equal, reference)
     if needed is None or by_bf16 is None:
         return None
-    found = {"loss": curve[-1][1] / reference[-1][1] - 1, "tokens": needed / by_bf16 - 1}
+    found: Record = {"loss": curve[-1][1] / reference[-1][1] - 1, "tokens": needed / by_bf16 - 1}
+    found["needed"] = needed, by_bf16
     if speed and of_bf16:
         found |= {"speed": speed / of_bf16 - 1, "time": needed / by_bf16 * of_bf16 / speed - 1}
+        found["minutes"] = needed / speed / 60, by_bf16 / of_bf16 / 60
     return found
 
 

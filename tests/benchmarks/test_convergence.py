@@ -152,8 +152,17 @@ def test_equal_loss_counts_tokens_and_time() -> None:
     found = Findings(curves=curves, speeds={seed: {BF16: 100.0, "FP8": 125.0} for seed in (0, 1)})
     table = equal_loss_table(found, [BF16, "FP8", "FP8, rowwise"])
     assert [[column.show(record) for column in table.columns] for record in table.records] == [
-        ["FP8", "2", "+5.00 ± 0.00 %", "+11.11 ± 0.00 %", "+25.00 ± 0.00 %", "-11.11 ± 0.00 %"],
-        ["FP8, rowwise", "1", "-25.00 %", "-25.00 %", "-", "-"],
+        [
+            "FP8",
+            "2",
+            "0.0002, 0.00018",
+            "0.02667, 0.03",
+            "+5.00 ± 0.00 %",
+            "+11.11 ± 0.00 %",
+            "+25.00 ± 0.00 %",
+            "-11.11 ± 0.00 %",
+        ],
+        ["FP8, rowwise", "1", "0.00015, 0.0002", "-", "-25.00 %", "-25.00 %", "-", "-"],
     ]
     course = curve_table(found, [BF16, "FP8", "FP8, rowwise"])
     assert [[column.show(record) for column in course.columns] for record in course.records] == [
@@ -248,7 +257,15 @@ def write(path: Path, seed: int, steps: int = STEPS, labels: Sequence[str] = (BF
     }
     losses = {BF16: [4.0] * steps, "FP8": [4.0 + 0.04 * seed] * steps, "FP8, rowwise": [5.0] * steps}
     held_out = {"own": 4.0, "BF16": 4.0}
-    found = Findings({seed: {label: losses[label] for label in labels}}, {seed: dict.fromkeys(labels, held_out)})
+    kurtosis = {"tenth": 1, "role": "input", "kurtosis": {"median": 3.0, "largest": 4.0}}
+    curves = {label: {HELD_OUT: [(100, 5.0, 0.1), (200, 4.0 + 0.2 * (label != BF16), 0.1)]} for label in labels}
+    found = Findings(
+        {seed: {label: losses[label] for label in labels}},
+        {seed: dict.fromkeys(labels, held_out)},
+        curves={seed: curves},
+        speeds={seed: {label: 100.0 + 10 * (label != BF16) for label in labels}},
+        recorded={seed: {label: [kurtosis] for label in labels if label != BF16}},
+    )
     _, written = convergence.deliver("convergence", "", head, found, list(labels), {}, None, path)
     return str(*written)
 
@@ -261,6 +278,14 @@ def test_results_of_several_seeds_are_joined(tmp_path) -> None:
     zero, two, over_all = json.loads(joined.read_text())["tables"]["ends"]
     assert (zero["seed"], two["seed"]) == ("0", "2")
     assert over_all["differences"]["FP8"]["shown"] == "+1.00 ± 1.00 %"
+    tables = json.loads(joined.read_text())["tables"]
+    (equal,) = tables["equal loss"]
+    assert (equal["seeds"], equal["tokens"]["shown"], equal["speed"]["shown"]) == (
+        2,
+        "+11.11 ± 0.00 %",
+        "+10.00 ± 0.00 %",
+    )
+    assert [row["run"] for row in tables["recorded"]] == ["seed 0, FP8", "seed 2, FP8"]
     assert list(tmp_path.glob("*.png"))
     (written,) = tmp_path.glob("*.md")
     assert written.read_text().startswith("# Losses of 2 seeds, each on 1 rank\n")
