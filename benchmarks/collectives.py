@@ -21,10 +21,14 @@ import typer
 from benchmarks.harness import command, environment
 from benchmarks.harness.plots import plot_lines
 from benchmarks.harness.results import Column, Record, Result, Table, spread
-from benchmarks.transfers.calls import COLLECTIVES, ENCODED, KEPT, PLAIN, Bench, calls, errors
-from benchmarks.transfers.timing import time_ranks_interleaved
+from benchmarks.harness.statistics import Samples
+from benchmarks.transfers.calls import KEPT, calls, errors
 from fp8booster import comm, formats
+from fp8booster.cli.doctor.calls import COLLECTIVES, ENCODED, PLAIN, Bench
+from fp8booster.cli.doctor.links import smallest_that_gains
+from fp8booster.cli.doctor.timing import time_ranks_interleaved
 from fp8booster.comm import Encoding
+from fp8booster.comm.threshold import group_or_all
 from fp8booster.monitor.traffic import bytes_sent
 
 ALL = list(COLLECTIVES)
@@ -68,7 +72,8 @@ def measure(collective: str, mib: float, bench: Bench, *, rounds: int, sample_ms
     variants = calls(collective, bench, count)
     variants[ENCODED]()
     wire = comm.statistics()[collective].wire_bytes
-    timings = time_ranks_interleaved(variants, device=bench.device, rounds=rounds, sample_ms=sample_ms)
+    elapsed = time_ranks_interleaved(variants, device=bench.device, rounds=rounds, sample_ms=sample_ms)
+    timings = {name: Samples.of(values) for name, values in elapsed.items()}
     plain_bytes = sent_by_plain(collective, 2 * count, bench.ranks)
     return [
         {
@@ -93,12 +98,8 @@ def smallest_that_pays(records: list[Record]) -> list[Record]:
     found = []
     encoded = [r for r in records if r["variant"] == ENCODED]
     for collective in dict.fromkeys(r["collective"] for r in encoded):
-        paying = None
-        for record in sorted((r for r in encoded if r["collective"] == collective), key=lambda r: -r["payload_bytes"]):
-            if record["ratio"]["p90"] >= 1:
-                break
-            paying = record["mib"]
-        found.append({"collective": collective, "variant": ENCODED, "mib": paying})
+        ratios = {r["mib"]: r["ratio"]["p90"] for r in encoded if r["collective"] == collective}
+        found.append({"collective": collective, "variant": ENCODED, "mib": smallest_that_gains(ratios)})
     return found
 
 
@@ -155,9 +156,7 @@ def main(
     if quick:
         mib, rounds = mib[::5], 3
     target, gpu = join(device)
-    bench = Bench(
-        dist.get_world_size(), dist.get_rank(), target, Encoding(format=FORMATS[format], block_size=block_size or None)
-    )
+    bench = Bench(group_or_all(None), target, Encoding(format=FORMATS[format], block_size=block_size or None))
     records = [
         record
         for name in collective

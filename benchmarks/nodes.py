@@ -27,6 +27,7 @@ from benchmarks.harness.environment import command_line
 from benchmarks.harness.results import Column, Record, Result, Table, spread
 from benchmarks.harness.statistics import Samples
 from fp8booster.cli.train.summary import machine
+from fp8booster.comm.links import links_in_use
 from fp8booster.comm.threshold import topology
 from fp8booster.monitor.traffic import Traffic, count_traffic
 from fp8booster.training.boosted import BoostedModel, causal
@@ -163,8 +164,8 @@ def main(
             **machine(),
             "nodes": f"{nodes} network namespaces of one machine, {dist.get_world_size() // nodes} process each",
             "link": link,
-            "topology class": f"{topology(torch.device('cpu'), None)}; of GPUs so placed: "
-            f"{topology(torch.device('cuda', 0), None)}",
+            "topology class": topology(None),
+            "sizes from which FP8 is sent": links_in_use().source,
             "each step": f"{model}, LowLevelZero stage 2, {batch} x {sequence} tokens a rank",
             "command": command_line(),
         }

@@ -14,6 +14,11 @@ from itertools import count
 from pathlib import Path
 
 
+def cache_folder() -> Path:
+    """Return the folder of files that runs share: $XDG_CACHE_HOME/fp8booster, by default ~/.cache/fp8booster."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fp8booster"
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a file: under a new name, then to the disk, then in its place."""
     for partial in _new_names(path):

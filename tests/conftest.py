@@ -11,6 +11,8 @@ from fp8booster.kernels.instructions import BEFORE_AMX, VARIABLE, avoid_trapping
 
 # no test needs a hub, which peft would ask for a base's config, for 20 s where none answers
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# what this machine measured of its links is not to decide what tests send in FP8
+os.environ["FP8BOOSTER_LINKS"] = ""
 
 # before any product, here and in the processes that tests start, of which a worker of pytest-xdist is one
 if avoid_trapping_instructions() is not None or os.environ.get(VARIABLE) == BEFORE_AMX:

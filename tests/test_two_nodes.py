@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from fp8booster.cli.metrics import read_metrics
+from fp8booster.comm.links import BETWEEN_NODES, KINDS, VARIABLE
 from tests.colossal.models import tiny_llama
 from tests.distributed import TEST_SECONDS
 
@@ -41,7 +42,7 @@ def test_the_network_carries_half_the_bytes_with_fp8_on_the_wire(tmp_path: Path)
     file = tmp_path / "nodes.json"
     on_two_nodes("-m", "benchmarks.nodes", "--steps", "2", "--warmup", "1", "--json", str(file))
     found = json.loads(file.read_text())
-    assert found["head"]["topology class"] == "on the CPU; of GPUs so placed: between nodes"
+    assert found["head"]["topology class"] == "between nodes"
     plain, in_16_bits, in_fp8 = found["tables"]["nodes"]
     assert plain["variant"] == "BF16"
     assert in_fp8["bytes_ratio"] < 0.5
@@ -49,6 +50,24 @@ def test_the_network_carries_half_the_bytes_with_fp8_on_the_wire(tmp_path: Path)
     assert in_fp8["interface_bytes"] == pytest.approx(1.03 * in_fp8["counted_bytes"], rel=0.03)
     assert in_fp8["counted_bytes"] < 0.61 * in_16_bits["counted_bytes"]
     assert in_fp8["losses"] == pytest.approx(plain["losses"], rel=1e-2)
+
+
+def test_links_are_measured_between_nodes_and_decide_in_training(tmp_path: Path, monkeypatch) -> None:
+    links = tmp_path / "links.json"
+    monkeypatch.setenv(VARIABLE, str(links))
+    said = on_two_nodes("-m", "fp8booster", "doctor", "--nodes", "--mib", "0.0625")
+    assert "Collectives between nodes: 2 nodes of 1 ranks" in said
+    record = json.loads(links.read_text())
+    assert list(record["minimum_bytes"]) == [BETWEEN_NODES]
+    # what this machine measures is its own affair: here nothing gains, and all stays in 16 bits
+    record["minimum_bytes"][BETWEEN_NODES] = dict.fromkeys(KINDS)
+    links.write_text(json.dumps(record))
+    file = tmp_path / "nodes.json"
+    on_two_nodes("-m", "benchmarks.nodes", "--steps", "1", "--warmup", "1", "--json", str(file))
+    found = json.loads(file.read_text())
+    assert found["head"]["sizes from which FP8 is sent"].startswith("measured ")
+    _, in_16_bits, in_fp8 = found["tables"]["nodes"]
+    assert in_fp8["interface_bytes"] > 0.7 * in_16_bits["interface_bytes"]
 
 
 def test_the_command_trains_in_both_precisions(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ import torch
 
 from benchmarks.training.job import Job
 from fp8booster.cli.train.data import TokenFile, folder_has_tokenizer, open_tokens, prepare_tokens
-from fp8booster.cli.train.defaults import cache_folder
 from fp8booster.cli.train.options import TrainOptions
+from fp8booster.files import cache_folder
 from fp8booster.training.batches import Batches, GlobalBatch, Replica
 
 RANDOM_BATCHES = 2

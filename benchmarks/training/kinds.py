@@ -11,9 +11,8 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 from fp8booster.cli.train.data import TokenFile, prepare_tokens
-from fp8booster.cli.train.defaults import cache_folder
 from fp8booster.cli.train.options import TrainOptions
-from fp8booster.files import write_whole
+from fp8booster.files import cache_folder, write_whole
 
 CODE, PROSE, HEADERS = "code", "prose", "headers"
 _SUFFIXES = (".h", ".hpp", ".cuh")

@@ -26,10 +26,10 @@ from fp8booster.cli.inference import (
 )
 from fp8booster.cli.metrics import finite_or_null
 from fp8booster.cli.train.data import TokenFile, prepare_tokens
-from fp8booster.cli.train.defaults import cache_folder
 from fp8booster.cli.train.model_folder import load_config
 from fp8booster.cli.train.options import TrainOptions
 from fp8booster.cli.train.summary import machine
+from fp8booster.files import cache_folder
 from fp8booster.nn.report import report
 
 CALIBRATED = "fp8-calibrated"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -77,11 +78,34 @@ def doctor(
     fix: Annotated[
         bool, typer.Option("--fix", help="Install what stops training for want of it, then look again.")
     ] = False,
+    nodes: Annotated[
+        bool,
+        typer.Option(
+            "--nodes",
+            help="Under torchrun on all nodes: time collectives in 16 bits and FP8, and keep from where each gains.",
+        ),
+    ] = False,
+    mib: Annotated[
+        float | None, typer.Option(help="With --nodes: the largest payload in MiB.", show_default="256; on a CPU 16")
+    ] = None,
 ) -> None:
     """Report what this machine can do in FP8, what is missing and which command installs or changes it.
 
     Exits with 1 when FP8 training cannot run here. Of RUN, suggests a recipe from what it recorded.
     """
+    if mib is not None and not nodes:
+        raise ValueError("--mib is about --nodes; give both, or leave it out.")
+    if nodes:
+        for flag, given in (
+            ("RUN", run is not None),
+            ("--no-speed", not speed),
+            ("--patches", patches),
+            ("--fix", fix),
+        ):
+            if given:
+                raise ValueError(f"{flag} has no effect with --nodes, which measures links; leave one of them out.")
+        _measure_links(mib, as_json)
+        return
     if run is not None:
         for flag, given in (("--no-speed", not speed), ("--patches", patches), ("--fix", fix)):
             if given:
@@ -109,6 +133,21 @@ def doctor(
         show(examination, Console(), patches)
     if not examination.can_train:
         raise typer.Exit(1)
+
+
+def _measure_links(mib: float | None, as_json: bool) -> None:
+    from fp8booster.cli.doctor.links import measure_links
+    from fp8booster.cli.doctor.tables import show_links
+    from fp8booster.kernels.instructions import avoid_trapping_instructions
+
+    avoid_trapping_instructions()
+    first = os.environ.get("RANK", "0") == "0"
+    with Console(stderr=True, quiet=not first).status("Joining the ranks") as status:
+        found = measure_links(mib, announce=status.update)
+    if first and as_json:
+        typer.echo(json.dumps(dataclasses.asdict(found), indent=2))
+    elif first:
+        show_links(found, Console())
 
 
 @app.command()

@@ -186,7 +186,7 @@ class Call:
             },
         )
         payload = self._given if payload is None else payload
-        reason = uncompressed_reason(tensor, payload, self.group, min_bytes, op, alike=alike)
+        reason = uncompressed_reason(name, tensor, payload, self.group, min_bytes, op, alike=alike)
         self.uncompressed = reason is not None
         """The caller runs the plain collective, and then `finish`."""
         if reason is not None:

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fp8booster.comm.agreement import Claim, GroupCalls
+from fp8booster.comm.links import ESTIMATED, links_in_use
 from fp8booster.monitor.traffic import bytes_sent
 
 Note = Callable[[], None]
@@ -52,13 +53,15 @@ class Statistics:
     """Counts by collective. `str()` gives a table."""
 
     rows: dict[str, Row]
+    thresholds: str = ESTIMATED.source
+    """A clause: where the sizes come from, from which FP8 is sent."""
 
     def __getitem__(self, collective: str) -> Row:
         return self.rows.get(collective, Row())
 
     def table(self) -> Table:
         """Return the rows as a rich table."""
-        table = Table(title="FP8 communication")
+        table = Table(title="FP8 communication", caption=f"sizes from which FP8 is sent: {self.thresholds}")
         table.add_column("collective")
         for column in ("calls", "raw MiB", "wire MiB", "wire / raw"):
             table.add_column(column, justify="right")
@@ -220,7 +223,7 @@ def statistics() -> Statistics:
     """Return what this process sent since it began, or since `reset_statistics`."""
     with observer.lock:
         # a copy: rows go on counting, and a caller compares two of these
-        return Statistics(copy.deepcopy(dict(observer.rows)))
+        return Statistics(copy.deepcopy(dict(observer.rows)), links_in_use().source)
 
 
 def reset_statistics() -> None:

@@ -168,7 +168,7 @@ def _decide(tensor: Tensor, group: Group, options: Options) -> tuple[Encoding, s
 
 def _reason(tensor: Tensor, group: Group, min_bytes: int | None) -> str | None:
     """Return the reason for which a tensor goes uncompressed; its receiver finds the same."""
-    return uncompressed_reason(tensor, tensor.nbytes, group, min_bytes)
+    return uncompressed_reason("send", tensor, tensor.nbytes, group, min_bytes)
 
 
 def _outgoing(tensor: Tensor, group: Group, encoding: Encoding, reason: str | None) -> Tensor:

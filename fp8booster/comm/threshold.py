@@ -1,8 +1,9 @@
 """Decides which calls go uncompressed, and why.
 
 A message in FP8 costs two passes over memory and a kernel's launch for each. Below some size that takes longer than the
-bytes it saves, and the plain collective runs instead. Every rank must decide alike, so the decision uses only what all
-ranks of a call know: the size that they share, the dtype, the group.
+bytes it saves, and the plain collective runs instead. That size is measured (`links`) or else estimated. Every rank
+must decide alike, so the decision uses only what all ranks of a call know: the size that they share, the dtype, the
+group.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8booster import formats
+from fp8booster.comm.links import BETWEEN_NODES, INSIDE_A_NODE, NEVER, links_in_use
 
-INSIDE_A_NODE = "inside a node"
-BETWEEN_NODES = "between nodes"
 ON_THE_CPU = "on the CPU"
 
 MINIMUM_BYTES = {INSIDE_A_NODE: 64 * 2**20, BETWEEN_NODES: 2**20, ON_THE_CPU: 2**10}
-"""The payload from which FP8 is sent, in bytes of the plain collective's larger side, by a group's slowest link.
+"""The payload from which FP8 is sent where nothing was measured, by a group's slowest link.
+
+In bytes of the plain collective's larger side.
 
 Inside a node (NVLink): the smallest of the sizes in benchmarks/results/h200 at which the median time in FP8 is under
 NCCL's in BF16 among 4 H200 (collectives-4; at 64 MiB that rests with the host's launches, which took longer in
@@ -29,8 +31,8 @@ collectives-4-one-sided, where FP8 gains from 256 MiB on). Between nodes (tens o
 bytes saved outweigh two kernel launches. On the CPU, where bytes are saved and not time: where scales and padding stay
 under a tenth of the message.
 
-An all-to-all of uneven parts has none: its sizes may differ by rank, so one rank cannot tell what the others decide.
-Give it `min_bytes` where they do not.
+An all-to-all of uneven parts has none: its sizes may differ by rank, so one rank cannot tell what the others decide. It
+goes in 16 bits only where no size was measured to gain. Give it `min_bytes` where they do not.
 """
 
 Group = dist.ProcessGroup | None
@@ -43,6 +45,7 @@ _ADDING = (ReduceOp.SUM, ReduceOp.AVG)
 
 
 def uncompressed_reason(
+    name: str,
     tensor: Tensor,
     payload: int,
     group: dist.ProcessGroup | None,
@@ -54,6 +57,7 @@ def uncompressed_reason(
     """Return the reason for which a call goes uncompressed, or None where it is sent in FP8.
 
     Args:
+        name: the collective, or "send".
         tensor: one of the collective's tensors.
         payload: bytes of its larger side.
         group: of the collective.
@@ -74,13 +78,22 @@ def uncompressed_reason(
     if payload == 0 and alike:
         return "empty"
     if min_bytes is None:
-        min_bytes = minimum_bytes(tensor.device, group) if alike else 0
+        min_bytes = minimum_bytes(name, tensor.device, group)
+        if min_bytes == NEVER:
+            return "no gain measured"
+        if not alike:
+            return None
     return "small" if payload < min_bytes else None
 
 
-def minimum_bytes(device: torch.device, group: dist.ProcessGroup | None) -> int:
-    """Return the payload from which a collective of a group goes in FP8."""
-    return MINIMUM_BYTES[topology(device, group)]
+def minimum_bytes(name: str, device: torch.device, group: dist.ProcessGroup | None) -> int:
+    """Return the payload from which a collective of a group goes in FP8; `links.NEVER` where no size gains."""
+    measured = links_in_use()
+    if measured.device:
+        least = measured.find(device, topology(group), name)
+        if least is not None:
+            return least
+    return MINIMUM_BYTES[ON_THE_CPU if device.type == "cpu" else topology(group)]
 
 
 def group_or_all(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -100,10 +113,8 @@ def ranks_of(group: dist.ProcessGroup | None) -> int:
     return group.size() if isinstance(group, dist.ProcessGroup) else dist.get_world_size(group)
 
 
-def topology(device: torch.device, group: dist.ProcessGroup | None) -> str:
+def topology(group: dist.ProcessGroup | None) -> str:
     """Return the class of a group's slowest link."""
-    if device.type == "cpu":
-        return ON_THE_CPU
     group = group_or_all(group)
     found = _topologies.get(group)
     if found is None:

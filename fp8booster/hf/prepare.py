@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from fp8booster.comm import DDPState, average_in_fp8
+from fp8booster.comm.links import use_links
 from fp8booster.config import FP8Config, config_or_default
 from fp8booster.hf.sharding import follow_sharding, name_units, why_not_sharded
 from fp8booster.kernels.device import require_fp8
@@ -109,8 +110,9 @@ def convert(
         follow_sharding(model, config.messages)
     elif config.messages is not None:
         average_in_fp8(model, DDPState(encoding=config.messages))
+    thresholds = "" if config.messages is None else f"; sizes from which FP8 is sent: {use_links().source}"
     model.__dict__[_PREPARED] = True
-    _log.info("%s%s", report(model).summary(), fused)
+    _log.info("%s%s%s", report(model).summary(), fused, thresholds)
     return model
 
 

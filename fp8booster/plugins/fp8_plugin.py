@@ -24,6 +24,7 @@ from fp8booster.argument_types import wrong_type
 from fp8booster.colossal.temporarily import temporarily
 from fp8booster.colossal.zero.lone_save import saved_by_every_rank
 from fp8booster.comm import Encoding
+from fp8booster.comm.links import use_links
 from fp8booster.config import FP8Config, config_or_default
 from fp8booster.kernels.device import require_fp8
 from fp8booster.nn import convert_to_fp8, report
@@ -196,11 +197,12 @@ class FP8Plugin(Plugin):
             with temporarily(self, use_fp8=False):  # Colossal-AI would hook F.linear with its own FP8 product
                 boosted = super().configure(model, optimizer, *others)
             sent = self.extend(*boosted[:2])
+            thresholds = f"; sizes from which FP8 is sent: {use_links().source}" if self.sends_fp8 else ""
             if self.engine.cuda_graphs is None:
                 capture_as_configured(boosted[0], self.fp8_config)
             fused = f"; {fused_summary(boosted[0])}" if self.fp8_config.fused else ""
             moments = "; moments are kept in 8 bits" if own is not None else ""
-            self.logger.info(f"{report(boosted[0]).summary()}{fused}; {sent}{moments}", ranks=[0])
+            self.logger.info(f"{report(boosted[0]).summary()}{fused}; {sent}{thresholds}{moments}", ranks=[0])
         if own is not None:
             # what rounds at random must draw alike on ranks with copies, and differently on those with parts
             places, parameters = self.places(*boosted[:2]), self.parameters(*boosted[:2])

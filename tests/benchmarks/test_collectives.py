@@ -9,7 +9,8 @@ import typer
 from typer.testing import CliRunner
 
 from benchmarks import collectives
-from benchmarks.transfers.calls import COLLECTIVES, ENCODED, KEPT, PLAIN
+from benchmarks.transfers.calls import KEPT
+from fp8booster.cli.doctor.calls import COLLECTIVES, ENCODED, PLAIN
 from tests.distributed import run_ranks
 
 

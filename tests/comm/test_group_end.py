@@ -132,7 +132,7 @@ def topologies() -> list[str]:
     for number, group in enumerate(groups()):
         if number:
             os.environ.update(LOCAL_WORLD_SIZE="1", LOCAL_RANK="0")
-        found.append(threshold.topology(torch.device("cuda"), group))
+        found.append(threshold.topology(group))
     return found
 
 

@@ -16,7 +16,6 @@ from tests.distributed import run_ranks
 def topologies() -> dict[str, str]:
     found = {}
     pairs = {"0 1": dist.new_group([0, 1]), "1 2": dist.new_group([1, 2]), "2 3": dist.new_group([2, 3])}
-    gpu = torch.device("cuda", 0)
     for nodes in ((2, 2), (4,), (1, 3), None):
         if nodes is None:
             os.environ.pop("LOCAL_WORLD_SIZE")
@@ -25,11 +24,10 @@ def topologies() -> dict[str, str]:
             place, size = places[dist.get_rank()]
             os.environ |= {"LOCAL_RANK": str(place), "LOCAL_WORLD_SIZE": str(size)}
         threshold._topologies.clear()
-        found[f"{nodes}: all"] = threshold.topology(gpu, None)
+        found[f"{nodes}: all"] = threshold.topology(None)
         for name, group in pairs.items():
             if dist.get_rank() in dist.get_process_group_ranks(group):
-                found[f"{nodes}: {name}"] = threshold.topology(gpu, group)
-    found["cpu"] = threshold.topology(torch.device("cpu"), None)
+                found[f"{nodes}: {name}"] = threshold.topology(group)
     return found
 
 
@@ -55,14 +53,13 @@ def test_a_group_inside_a_node_is_told_from_one_between_nodes() -> None:
         "None: 0 1": BETWEEN_NODES,
         "None: 1 2": BETWEEN_NODES,
         "None: 2 3": BETWEEN_NODES,
-        "cpu": ON_THE_CPU,
     }
 
 
 def numbers_taken() -> list[int]:
     """The numbers of a GPU's link inside a node and of the CPU's."""
     with patch.dict(MINIMUM_BYTES, {INSIDE_A_NODE: 1, BETWEEN_NODES: 2, ON_THE_CPU: 3}):
-        return [minimum_bytes(torch.device(device), None) for device in ("cuda", "cpu")]
+        return [minimum_bytes("all_reduce", torch.device(device), None) for device in ("cuda", "cpu")]
 
 
 def reasons() -> list[str | None]:
@@ -71,18 +68,18 @@ def reasons() -> list[str | None]:
     smallest = MINIMUM_BYTES[ON_THE_CPU]
     alone = dist.new_subgroups(1)[0]
     return [
-        threshold.uncompressed_reason(values, smallest, None, None, sum_),
-        threshold.uncompressed_reason(values, smallest - 1, None, None, sum_),
-        threshold.uncompressed_reason(values, 100, None, 101, sum_),
-        threshold.uncompressed_reason(values, 100, None, 100, sum_),
-        threshold.uncompressed_reason(values, smallest, None, None, max_),
-        threshold.uncompressed_reason(values.double(), smallest, None, None, sum_),
-        threshold.uncompressed_reason(values, smallest, alone, None, sum_),
-        threshold.uncompressed_reason(values, 0, None, 0),
-        threshold.uncompressed_reason(values, 4, None, None),
-        threshold.uncompressed_reason(values, 0, None, None, alike=False),
-        threshold.uncompressed_reason(values, 4, None, None, alike=False),
-        threshold.uncompressed_reason(values, 4, None, 5, alike=False),
+        threshold.uncompressed_reason("all_reduce", values, smallest, None, None, sum_),
+        threshold.uncompressed_reason("all_reduce", values, smallest - 1, None, None, sum_),
+        threshold.uncompressed_reason("all_reduce", values, 100, None, 101, sum_),
+        threshold.uncompressed_reason("all_reduce", values, 100, None, 100, sum_),
+        threshold.uncompressed_reason("all_reduce", values, smallest, None, None, max_),
+        threshold.uncompressed_reason("all_reduce", values.double(), smallest, None, None, sum_),
+        threshold.uncompressed_reason("all_reduce", values, smallest, alone, None, sum_),
+        threshold.uncompressed_reason("all_reduce", values, 0, None, 0),
+        threshold.uncompressed_reason("all_reduce", values, 4, None, None),
+        threshold.uncompressed_reason("all_reduce", values, 0, None, None, alike=False),
+        threshold.uncompressed_reason("all_reduce", values, 4, None, None, alike=False),
+        threshold.uncompressed_reason("all_reduce", values, 4, None, 5, alike=False),
     ]
 
 

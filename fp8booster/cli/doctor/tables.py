@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fp8booster.cli.doctor.examination import Examination
+from fp8booster.cli.doctor.links import LinkTimes, sentences
 from fp8booster.cli.doctor.problems import Colossal, Environment
 from fp8booster.cli.doctor.products import Speed
 
@@ -44,6 +45,24 @@ def show(examination: Examination, console: Console, patches: bool = False) -> N
         console.print("FP8 training can run here.", style="bold green")
     else:
         console.print("FP8 training cannot run here.", style="bold red")
+
+
+def show_links(found: LinkTimes, console: Console) -> None:
+    """Print the times of collectives on each link, and which gain in FP8."""
+    numbers = ("MiB", "16 bits, ms", "FP8, ms", "FP8 / 16 bits")
+    nodes = found.ranks // found.ranks_of_a_node
+    for link in found.minimum_bytes:
+        title = f"Collectives {link}: {nodes} nodes of {found.ranks_of_a_node} ranks, {found.device}"
+        table = _table(title, "collective", *numbers, right=numbers)
+        for each in found.times:
+            if each.link == link:
+                gains = "green" if each.ratio_p90 < 1 else ""
+                ratio = Text(f"{each.fp8_ms / each.plain_ms:.2f}", gains)
+                payload = f"{each.payload / 2**20:g}"
+                table.add_row(each.collective, payload, f"{each.plain_ms:.3f}", f"{each.fp8_ms:.3f}", ratio)
+        console.print(table)
+    for line in sentences(found):
+        console.print(line, soft_wrap=True)
 
 
 def _table(title: str, *columns: str, right: Iterable[str] = (), caption: str | None = None) -> Table:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from fp8booster.files import cache_folder
 from fp8booster.training.models import MODELS
 
 from .model_folder import folder_config, is_folder
@@ -86,8 +86,3 @@ def resolve(options: TrainOptions, launched: bool) -> TrainOptions:
     }
     missing = {name: value for name, value in values.items() if getattr(options, name) is None}
     return dataclasses.replace(options, **missing)
-
-
-def cache_folder() -> Path:
-    """Return the folder of tokenizers and token files: $XDG_CACHE_HOME/fp8booster, by default ~/.cache/fp8booster."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fp8booster"

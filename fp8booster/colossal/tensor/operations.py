@@ -58,7 +58,7 @@ def all_to_all_fp8(
     inputs = [tensor.contiguous() for tensor in input_list]
     # the smallest payload to compress is agreed on where all ranks have equal ones, as shardformer's do
     is_even = len({tensor.numel() for tensor in (*inputs, *output_list)}) == 1
-    least = minimum_bytes(inputs[0].device, group) if is_even else None
+    least = minimum_bytes("all_to_all", inputs[0].device, group) if is_even else None
     return comm.all_to_all(output_list, inputs, group, async_op, encoding=encoding_of(group), min_bytes=least)
 
 

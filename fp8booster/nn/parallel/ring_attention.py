@@ -111,7 +111,7 @@ class _Ring:
         """Yield each rank, from this one backwards, and its keys and values [2, B, H, S, D], the next on their way."""
         # one message for both: half as many to start
         pair = torch.stack((k, v))
-        reason = uncompressed_reason(pair, pair.nbytes, self.group, self.options.get("min_bytes"))
+        reason = uncompressed_reason("send", pair, pair.nbytes, self.group, self.options.get("min_bytes"))
         layout = self.encoding.even(pair.numel())
         message = pair
         if not reason:

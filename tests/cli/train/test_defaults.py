@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8booster.cli.train.defaults import cache_folder, resolve
+from fp8booster.cli.train.defaults import resolve
 from fp8booster.cli.train.options import TrainOptions
+from fp8booster.files import cache_folder
 from fp8booster.training.models import MODELS, SIZES
 
 

@@ -9,16 +9,14 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness.statistics import Samples
-
 WARM_UP_CALLS = 3
 LARGEST_BURST = 200
 
 
 def time_ranks_interleaved(
     variants: Mapping[str, Callable[[], object]], *, device: torch.device, rounds: int, sample_ms: float
-) -> dict[str, Samples]:
-    """Milliseconds of a call of each variant, of the slowest rank, A B C A B C ...
+) -> dict[str, list[float]]:
+    """Return milliseconds of a call of each variant, of the slowest rank, A B C A B C ...
 
     Args:
         variants: what to time.
@@ -33,13 +31,13 @@ def time_ranks_interleaved(
             call()
         ms = _slowest(sample(call, 1), device)
         bursts[name] = max(1, min(LARGEST_BURST, math.ceil(sample_ms / ms)))
-    elapsed = {name: [] for name in variants}
+    elapsed: dict[str, list[float]] = {name: [] for name in variants}
     for counted in [False] + [True] * rounds:
         for name, call in variants.items():
             ms = _slowest(sample(call, bursts[name]), device) / bursts[name]
             if counted:
                 elapsed[name].append(ms)
-    return {name: Samples.of(values) for name, values in elapsed.items()}
+    return elapsed
 
 
 def _slowest(ms: float, device: torch.device) -> float:

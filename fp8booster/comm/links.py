@@ -1,0 +1,172 @@
+"""Reads what `fp8booster doctor --nodes` measured: the payload from which each collective gains in FP8, by link.
+
+Ranks that decide differently wait in different collectives for each other. So rank 0 alone reads the file, and the
+others take what it found from the store of the process group.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import warnings
+import weakref
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_process_group_store
+
+from fp8booster.files import cache_folder, write_whole
+from fp8booster.version import __version__
+
+INSIDE_A_NODE = "inside a node"
+BETWEEN_NODES = "between nodes"
+
+VARIABLE = "FP8BOOSTER_LINKS"
+"""The environment variable with the file's path; empty: no file is read."""
+
+NEVER = sys.maxsize
+"""The threshold of a collective that takes no less time in FP8 at any size."""
+
+KINDS = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single", "broadcast", "send")
+"""The collectives that are measured, by their rows in `comm.statistics`."""
+
+_AS = {"all_gather": "all_gather_into_tensor", "all_to_all": "all_to_all_single"}
+"""The same transport with its tensors in a list."""
+
+_AGAIN = "run `fp8booster doctor --nodes` again"
+
+
+@dataclass(frozen=True)
+class Links:
+    """The thresholds that were measured, and their source."""
+
+    source: str = "estimated; `fp8booster doctor --nodes` measures them"
+    """A clause: where the thresholds come from, and why not from a file."""
+
+    device: str = ""
+    """The type of the devices between which they were measured, "cuda" or "cpu"; empty: none were."""
+
+    minimum_bytes: Mapping[str, Mapping[str, int | None]] = field(default_factory=dict)
+    """By link and collective; None where FP8 gains at no size that was measured."""
+
+    def find(self, device: torch.device, link: str, collective: str) -> int | None:
+        """Return the payload from which a collective is sent in FP8, `NEVER`, or None where it was not measured."""
+        if device.type != self.device:
+            return None
+        known = self.minimum_bytes.get(link, {})
+        kind = _AS.get(collective, collective)
+        if kind not in known:
+            return None
+        least = known[kind]
+        return NEVER if least is None else least
+
+
+ESTIMATED = Links()
+
+
+def file_of_links() -> Path | None:
+    """Return the file that is read and written: $FP8BOOSTER_LINKS, by default links.json among the cached files."""
+    given = os.environ.get(VARIABLE)
+    if given is None:
+        return cache_folder() / "links.json"
+    return Path(given) if given else None
+
+
+def conditions() -> dict[str, Any]:
+    """Return on what measured times depend, as far as rank 0 can tell, by which a file is told from another's."""
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_name()
+    else:
+        device = f"CPU, {platform.machine()}, {os.cpu_count()} cores"
+    return {
+        "device": device,
+        "ranks": dist.get_world_size(),
+        "ranks of a node": int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        "torch": torch.__version__,
+        "fp8booster": __version__,
+    }
+
+
+def write_links(path: Path, minimum_bytes: Mapping[str, Mapping[str, int | None]], **about: Any) -> None:
+    """Write the thresholds measured under these conditions; `about` needs "date" and "hosts"."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = {"conditions": conditions(), **about, "minimum_bytes": minimum_bytes}
+    write_whole(path, json.dumps(record, indent=1) + "\n")
+
+
+def use_links() -> Links:
+    """Take the thresholds of the file, where it is of this machine and these ranks. All ranks call it.
+
+    Each process group of all ranks takes them once. A file of other conditions, or a damaged one, is not used: `source`
+    and a warning of rank 0 give the reason.
+    """
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    # one rank sends nothing, and a planned run's ranks are not there
+    if world is None or world.size() < 2 or dist.get_backend(world) == "fake":
+        return ESTIMATED
+    if world not in _in_use:
+        _in_use[world] = _agree(world)
+    return _in_use[world]
+
+
+def links_in_use() -> Links:
+    """Return what `use_links` took for the process group of now."""
+    world = dist.group.WORLD if dist.is_available() else None
+    return ESTIMATED if world is None else _in_use.get(world, ESTIMATED)
+
+
+_in_use: weakref.WeakKeyDictionary[dist.ProcessGroup, Links] = weakref.WeakKeyDictionary()
+
+
+def _agree(world: dist.ProcessGroup) -> Links:
+    store = dist.PrefixStore("fp8booster links", _get_process_group_store(world))
+    if world.rank() == 0:
+        found = _read(file_of_links())
+        store.set("found", json.dumps(asdict(found)))
+    else:
+        found = Links(**json.loads(store.get("found")))
+    # the last deletes the keys: another group of all ranks may have the same store
+    if store.add("read", 1) == world.size():
+        store.delete_key("found")
+        store.delete_key("read")
+    return found
+
+
+def _read(path: Path | None) -> Links:
+    if path is None or (VARIABLE not in os.environ and not path.exists()):
+        return ESTIMATED
+    try:
+        return _links_of(path)
+    except (OSError, ValueError) as error:
+        source = f"estimated, for {error}"
+        warnings.warn(f"thresholds of FP8 messages are {source}", stacklevel=5)
+        return Links(source)
+
+
+def _links_of(path: Path) -> Links:
+    """Return the thresholds of a file; raises ValueError or OSError where there are none for here."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        measured = {link: {kind: record["minimum_bytes"][link][kind] for kind in KINDS} for link in _links(record)}
+        then, date, hosts = dict(record["conditions"]), str(record["date"]), ", ".join(record["hosts"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged or of another version; {_AGAIN}") from error
+    numbers = [least for kinds in measured.values() for least in kinds.values() if least is not None]
+    if any(type(least) is not int or least < 0 for least in numbers):
+        raise ValueError(f"{path} has a threshold that is no number of bytes; {_AGAIN}")
+    now = conditions()
+    differ = [f"{name} {then.get(name)} and here {now[name]}" for name in now if then.get(name) != now[name]]
+    if differ:
+        raise ValueError(f"{path} was measured with {', '.join(differ)}; {_AGAIN}")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return Links(f"measured {date} on {hosts} ({path})", device, measured)
+
+
+def _links(record: dict[str, Any]) -> list[str]:
+    return [link for link in (INSIDE_A_NODE, BETWEEN_NODES) if link in record["minimum_bytes"]]
