@@ -42,7 +42,7 @@ def time_ranks_interleaved(
 
 def _slowest(ms: float, device: torch.device) -> float:
     """The largest of all ranks' times, which also makes them begin the next burst together."""
-    largest = torch.tensor([ms], device=device)
+    largest = torch.tensor([ms], dtype=torch.float64, device=device)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return largest.item()
 
