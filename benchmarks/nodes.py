@@ -27,8 +27,7 @@ from benchmarks.harness.environment import command_line
 from benchmarks.harness.results import Column, Record, Result, Table, spread
 from benchmarks.harness.statistics import Samples
 from fp8booster.cli.train.summary import machine
-from fp8booster.comm.links import links_in_use
-from fp8booster.comm.threshold import topology
+from fp8booster.comm.threshold import links_in_use, topology
 from fp8booster.monitor.traffic import Traffic, count_traffic
 from fp8booster.training.boosted import BoostedModel, causal
 from fp8booster.training.models import MODELS, SIZES, build

@@ -11,7 +11,6 @@ import os
 import platform
 import sys
 import warnings
-import weakref
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -100,31 +99,8 @@ def write_links(path: Path, minimum_bytes: Mapping[str, Mapping[str, int | None]
     write_whole(path, json.dumps(record, indent=1) + "\n")
 
 
-def use_links() -> Links:
-    """Take the thresholds of the file, where it is of this machine and these ranks. All ranks call it.
-
-    Each process group of all ranks takes them once. A file of other conditions, or a damaged one, is not used: `source`
-    and a warning of rank 0 give the reason.
-    """
-    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    # one rank sends nothing, and a planned run's ranks are not there
-    if world is None or world.size() < 2 or dist.get_backend(world) == "fake":
-        return ESTIMATED
-    if world not in _in_use:
-        _in_use[world] = _agree(world)
-    return _in_use[world]
-
-
-def links_in_use() -> Links:
-    """Return what `use_links` took for the process group of now."""
-    world = dist.group.WORLD if dist.is_available() else None
-    return ESTIMATED if world is None else _in_use.get(world, ESTIMATED)
-
-
-_in_use: weakref.WeakKeyDictionary[dist.ProcessGroup, Links] = weakref.WeakKeyDictionary()
-
-
-def _agree(world: dist.ProcessGroup) -> Links:
+def agree_on_links(world: dist.ProcessGroup) -> Links:
+    """Return what rank 0 reads; all ranks of the group of all call it."""
     store = dist.PrefixStore("fp8booster links", _get_process_group_store(world))
     if world.rank() == 0:
         found = _read(file_of_links())

@@ -22,7 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from fp8booster.comm.agreement import Claim, GroupCalls
-from fp8booster.comm.links import ESTIMATED, links_in_use
+from fp8booster.comm.links import ESTIMATED
+from fp8booster.comm.threshold import links_in_use
 from fp8booster.monitor.traffic import bytes_sent
 
 Note = Callable[[], None]

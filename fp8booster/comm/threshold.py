@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8booster import formats
-from fp8booster.comm.links import BETWEEN_NODES, INSIDE_A_NODE, NEVER, links_in_use
+from fp8booster.comm.links import BETWEEN_NODES, ESTIMATED, INSIDE_A_NODE, NEVER, Links, agree_on_links
 
 ON_THE_CPU = "on the CPU"
 
@@ -94,6 +94,30 @@ def minimum_bytes(name: str, device: torch.device, group: dist.ProcessGroup | No
         if least is not None:
             return least
     return MINIMUM_BYTES[ON_THE_CPU if device.type == "cpu" else topology(group)]
+
+
+def use_links() -> Links:
+    """Take the thresholds of the file, where it is of this machine and these ranks. All ranks call it.
+
+    Each process group of all ranks takes them once. A file of other conditions, or a damaged one, is not used: `source`
+    and a warning of rank 0 give the reason.
+    """
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    # one rank sends nothing, and a planned run's ranks are not there
+    if world is None or world.size() < 2 or dist.get_backend(world) == "fake":
+        return ESTIMATED
+    if world not in _in_use:
+        _in_use[world] = agree_on_links(world)
+    return _in_use[world]
+
+
+def links_in_use() -> Links:
+    """Return what `use_links` took for the process group of now."""
+    world = dist.group.WORLD if dist.is_available() else None
+    return ESTIMATED if world is None else _in_use.get(world, ESTIMATED)
+
+
+_in_use: weakref.WeakKeyDictionary[dist.ProcessGroup, Links] = weakref.WeakKeyDictionary()
 
 
 def group_or_all(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

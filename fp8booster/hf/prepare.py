@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from fp8booster.comm import DDPState, average_in_fp8
-from fp8booster.comm.links import use_links
+from fp8booster.comm.threshold import use_links
 from fp8booster.config import FP8Config, config_or_default
 from fp8booster.hf.sharding import follow_sharding, name_units, why_not_sharded
 from fp8booster.kernels.device import require_fp8

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fp8booster.comm.ddp import DDPState, ddp_hook
 from fp8booster.comm.encoding import Encoding
 from fp8booster.comm.fsdp import compress_fsdp
-from fp8booster.comm.links import use_links
+from fp8booster.comm.threshold import use_links
 from fp8booster.config import FP8Config, config_or_default
 from fp8booster.nn.convert import convert_to_fp8
 from fp8booster.nn.fsdp.handle import hold_head, keep_no_weights, merged_by_unit

@@ -24,7 +24,7 @@ from fp8booster.argument_types import wrong_type
 from fp8booster.colossal.temporarily import temporarily
 from fp8booster.colossal.zero.lone_save import saved_by_every_rank
 from fp8booster.comm import Encoding
-from fp8booster.comm.links import use_links
+from fp8booster.comm.threshold import use_links
 from fp8booster.config import FP8Config, config_or_default
 from fp8booster.kernels.device import require_fp8
 from fp8booster.nn import convert_to_fp8, report

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 import fp8booster.comm as comm
-from fp8booster.comm import links
-from fp8booster.comm.links import BETWEEN_NODES, ESTIMATED, INSIDE_A_NODE, KINDS, NEVER, VARIABLE, use_links
-from fp8booster.comm.threshold import MINIMUM_BYTES, ON_THE_CPU, minimum_bytes
+from fp8booster.comm import links, threshold
+from fp8booster.comm.links import BETWEEN_NODES, ESTIMATED, INSIDE_A_NODE, KINDS, NEVER, VARIABLE
+from fp8booster.comm.threshold import MINIMUM_BYTES, ON_THE_CPU, minimum_bytes, use_links
 from tests.distributed import ranks, run_ranks
 
 CPU = torch.device("cpu")
@@ -28,7 +28,7 @@ MEASURED = {
 def forget() -> None:
     """Let the ranks take thresholds anew, once all have taken the former ones, as another group of all ranks does."""
     dist.barrier()
-    links._in_use.clear()
+    threshold._in_use.clear()
 
 
 def written(path: Path) -> Path:

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 from fp8booster.cli.doctor import links as doctor
 from fp8booster.cli.doctor.links import LinkTime, payloads, smallest_that_gains, thresholds_of
 from fp8booster.cli.main import app
-from fp8booster.comm.links import BETWEEN_NODES, INSIDE_A_NODE, KINDS, VARIABLE, use_links
+from fp8booster.comm.links import BETWEEN_NODES, INSIDE_A_NODE, KINDS, VARIABLE
+from fp8booster.comm.threshold import use_links
 from tests.distributed import run_ranks
 
 
