@@ -14,6 +14,7 @@ from torch import nn
 from fp8booster import FP8Config, comm, report
 from fp8booster.colossal.hybrid.gradients import is_replicated
 from fp8booster.comm import Encoding
+from fp8booster.comm.links import ESTIMATED
 from fp8booster.config import WeightCopies
 from fp8booster.monitor.traffic import Traffic, count_traffic
 from fp8booster.nn import FP8Layer
@@ -203,6 +204,7 @@ def test_moe_says_what_is_in_fp8() -> None:
         "FP8: 20 of 23 linear layers (92 % of the weights of matrix products); "
         "2 in BF16 (a router, where rounding would send tokens to other experts); "
         "1 in BF16 (FP8Config.layers leaves it out); activations and gradients are sent in FP8, and 20 of 29 weights"
+        f"; sizes from which FP8 is sent: {ESTIMATED.source}"
     ]
     assert len(report(run.model).fp8) == 20
     assert not report(run.model).grouped

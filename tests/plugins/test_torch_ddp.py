@@ -15,6 +15,7 @@ from torch import nn
 
 from fp8booster import FP8Config, FP8Linear, comm, convert_to_fp8
 from fp8booster.comm import Encoding, ddp_hook
+from fp8booster.comm.links import ESTIMATED
 from fp8booster.monitor.traffic import count_traffic
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.optim import AdamW
@@ -207,7 +208,8 @@ def test_ddp_refuses_a_gpu_without_fp8() -> None:
 
 @ranks(2)
 def test_ddp_says_at_boost_what_is_in_fp8() -> None:
-    for make, wire in ((fp8, "in FP8"), (plain_wire, "uncompressed")):
+    sizes = f"; sizes from which FP8 is sent: {ESTIMATED.source}"
+    for make, wire in ((fp8, "in FP8" + sizes), (plain_wire, "uncompressed")):
         plugin = make(fp8_config=FP8Config(fused=False))
         with pytest.MonkeyPatch.context() as monkeypatch:
             lines = count_calls(monkeypatch, plugin.logger, "info")

@@ -18,6 +18,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from fp8booster import FP8Config, FP8Linear, comm, convert_to_fp8, report
 from fp8booster.comm import Encoding, FlatFSDPState, flat_fsdp_hook
+from fp8booster.comm.links import ESTIMATED
 from fp8booster.monitor.traffic import count_traffic
 from fp8booster.nn.fsdp.flat_weights import NAME
 from fp8booster.nn.fsdp.handle import compress_flat_fsdp
@@ -156,8 +157,9 @@ def test_fsdp_trains_weights_that_are_computed_for_each_forward() -> None:
 
 @ranks(2)
 def test_fsdp_says_at_boost_what_is_in_fp8() -> None:
+    sizes = f"; sizes from which FP8 is sent: {ESTIMATED.source}"
     for plugin, wire in (
-        (fp8(fp8_config=FP8Config(fused=False)), "gradients are sent in FP8, and FP8 layers' weights"),
+        (fp8(fp8_config=FP8Config(fused=False)), "gradients are sent in FP8, and FP8 layers' weights" + sizes),
         (plain_wire(fp8_config=FP8Config(fused=False)), "gradients and weights are sent uncompressed"),
     ):
         with pytest.MonkeyPatch.context() as monkeypatch:
