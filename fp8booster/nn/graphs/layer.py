@@ -55,9 +55,9 @@ MOST_OF_HOST = 1.5
 """A layer's forward that takes the GPU more than so many times as long as the host is left alone: its step has no time
 in which the GPU waits, and copies into and out of graphs would cost up to 4 %."""
 
-COPY_RATE = 1.4e12
-"""Bytes a second of gradients that graphs copy out, as measured on an H100: experts', of which no product can be told
-where to write, took 4.3 ms of a step for 6.0 GB."""
+COPY_RATE = 1.1e12
+"""Bytes a second of gradients that graphs copy out, on an H100: those of experts, of which no product can be told where
+to write, took 4.3 ms of a step for 4.8 GB (benchmarks/results/h100/experts-rows.md)."""
 
 
 class NoRoom(Exception):
