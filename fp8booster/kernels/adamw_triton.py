@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -69,18 +70,21 @@ def adamw_kernel(
     tl.atomic_max((row + 3).to(tl.pointer_type(tl.int32), bitcast=True), largest, sem="relaxed")
 
 
+def _programs(counts: np.ndarray) -> np.ndarray:
+    return ceil_div(counts, _BLOCK)
+
+
 def update_triton(shards: AdamShards, rates: AdamRates, divisor: Tensor | None = None) -> Tensor:
     """Compute `update`, but for the last bits."""
     shards.require_contiguous()
     rows = factors(shards, rates)
     beta1, beta2 = rates.betas
     numbers = (beta1, 1 - beta1, beta2, 1 - beta2, rates.denominator_eps())
-    counts = [value.numel() for value in shards.values]
     launch_over(
         adamw_kernel,
         shards[:4],
-        [counts],
-        [ceil_div(count, _BLOCK) for count in counts],
+        [list(map(Tensor.numel, shards.values))],
+        _programs,
         (rows, rows if divisor is None else divisor),
         tuple(map(float, numbers)),
         num_warps=_WARPS,

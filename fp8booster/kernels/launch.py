@@ -13,19 +13,22 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import triton
 from packaging.version import Version
 from torch import Tensor
 
+Size = TypeVar("Size", int, np.ndarray)
+
 TESTED = ((3, 6), (3, 7))
 """Versions of Triton that were tested on a GPU with what is called here by raw pointers."""
 
 
-def ceil_div(size: int, part: int) -> int:
-    """Count the parts that cover a size. (Triton's own costs 10 us a call outside kernels.)"""
+def ceil_div(size: Size, part: int) -> Size:
+    """Count the parts that cover a size, or each of an array. (Triton's own costs 10 us a call outside kernels.)"""
     return -(-size // part)
 
 

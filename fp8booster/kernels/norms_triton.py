@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -15,6 +18,8 @@ from fp8booster.kernels.tables_triton import launch_over, own_entry, own_pointer
 
 _BLOCK, _WARPS = 4096, 8
 _PROGRAMS = 4  # for each processor
+
+_device = attrgetter("device")
 
 
 @triton.jit
@@ -42,15 +47,28 @@ def squares_kernel(
     tl.store(partials + tensor * MOST + program, tl.sum(total, 0), mask=program < programs)
 
 
+@functools.cache
+def _programs_up_to(most: int) -> Callable[[np.ndarray], np.ndarray]:
+    return lambda counts: np.minimum(ceil_div(counts, _BLOCK), most)
+
+
 def norms_of_triton(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Compute `norms_of`, but for the last bits; of tensors that are not contiguous or on several devices, by torch."""
     device = tensors[0].device
-    if any(tensor.device != device or not tensor.is_contiguous() for tensor in tensors):
+    if not all(map(Tensor.is_contiguous, tensors)) or any(map(device.__ne__, map(_device, tensors))):
         return norms_of.reference(tensors)
     most = _PROGRAMS * processors(device)
     partials = torch.zeros(len(tensors), most, dtype=torch.float32, device=device)
-    counts = [tensor.numel() for tensor in tensors]
-    programs = [min(ceil_div(count, _BLOCK), most) for count in counts]
-    launch_over(squares_kernel, [tensors], [counts], programs, (partials,), num_warps=_WARPS, MOST=most, BLOCK=_BLOCK)
+    counts = list(map(Tensor.numel, tensors))
+    launch_over(
+        squares_kernel,
+        [tensors],
+        [counts],
+        _programs_up_to(most),
+        (partials,),
+        num_warps=_WARPS,
+        MOST=most,
+        BLOCK=_BLOCK,
+    )
     # in one order, not by atomics: a norm clips gradients, and a resumed run has to clip by the same bits
     return list(partials.sum(1).sqrt_().unbind())

@@ -47,7 +47,7 @@ def cast_shards(
 
 def require_contiguous(shards: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
     """Raise ValueError where what `cast_shards` reads or writes does not lie one value after the other."""
-    if not all(tensor.is_contiguous() for tensor in (*shards, *outs)):
+    if not all(map(Tensor.is_contiguous, (*shards, *outs))):
         raise ValueError("cast_shards reads and writes values one after the other; give contiguous tensors")
 
 

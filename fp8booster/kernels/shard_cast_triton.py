@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -79,6 +80,14 @@ def unpack_kernel(
         tl.store(place, values.to(weight.dtype.element_ty), mask=inside)
 
 
+def _parts_of(counts: np.ndarray) -> np.ndarray:
+    return ceil_div(counts, _BLOCK)
+
+
+def _squares_in(rows: np.ndarray, columns: np.ndarray, strides: np.ndarray) -> np.ndarray:
+    return ceil_div(rows, _TILE) * ceil_div(columns, _TILE)
+
+
 def cast_shards_triton(
     shards: Sequence[Tensor],
     amaxes: Sequence[Tensor],
@@ -89,15 +98,14 @@ def cast_shards_triton(
     """Compute `cast_shards`, byte for byte."""
     require_contiguous(shards, outs)
     columns = shards, outs, amaxes, inverse_scales
-    for dtype in dict.fromkeys(out.dtype for out in outs):  # a format is a constant of the compiled kernel
+    for dtype in dict.fromkeys([out.dtype for out in outs]):  # a format is a constant of the compiled kernel
         of_dtype = [place for place, out in enumerate(outs) if out.dtype is dtype]
         given, made, *scalars = ([column[place] for place in of_dtype] for column in columns)
-        counts = [shard.numel() for shard in given]
         launch_over(
             cast_shards_kernel,
             [given, made],
-            [counts],
-            [ceil_div(count, _BLOCK) for count in counts],
+            [list(map(Tensor.numel, given))],
+            _parts_of,
             scalars=scalars,
             num_warps=8,
             **rounding(dtype, power_of_two),
@@ -127,7 +135,7 @@ def unpack_triton(
             unpack_kernel,
             [given, flipped, [weights[place] for place in alike] if decoded else given],
             [rows, columns, [tensor.stride(0) if transposed else 0 for tensor in flipped]],
-            [ceil_div(height, _TILE) * ceil_div(width, _TILE) for height, width in zip(rows, columns, strict=True)],
+            _squares_in,
             scalars=[[inverse_scales[place] for place in alike]],
             E4M3=dtype is formats.E4M3,
             TRANSPOSED=transposed,

@@ -8,8 +8,10 @@ program. Another table says whose each run of programs is.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from itertools import chain
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8booster.kernels.alignment import ALIGNMENT
+from fp8booster.kernels.device import current_stream
 from fp8booster.kernels.launch import ceil_div, launch
 
 # programs in a row that work on one entry, so that the table of owners is as much shorter; the last of them may have
@@ -26,6 +29,8 @@ _RUN = 16
 RUN = tl.constexpr(_RUN)
 
 MOST_FIELDS = 10  # of an entry, with its place and its first program
+
+_dtype = attrgetter("dtype")
 
 
 @triton.jit
@@ -84,7 +89,7 @@ def launch_over(
     kernel: triton.JITFunction,
     tensors: Sequence[Sequence[Tensor]],
     sizes: Sequence[Sequence[int]],
-    programs: Sequence[int],
+    programs: Callable[..., np.ndarray],
     others: tuple[Tensor, ...] = (),
     numbers: tuple[int | float, ...] = (),
     *,
@@ -97,35 +102,92 @@ def launch_over(
     and `ALIGNED`: whether the addresses of tensors and the sizes are multiples of 16. Fields of an entry are its
     tensors, its scalars and its sizes, in this order.
 
+    Tables are remembered. A step mostly finds its tensors where those of the last one lay, and sends none anew.
+
     Args:
         kernel: begins with `own_entry`.
         tensors: of each kind, those of all entries. All lie on one device.
         sizes: of each kind, those of all entries.
-        programs: how many each entry takes; one that takes none is left out.
+        programs: tells from the sizes, int64 [entries] of each kind, how many each entry takes; one that takes none is
+            left out. The same object at each call.
         others: tensors that all entries share.
         numbers, options: as of `launch`.
         scalars: as `tensors`, for those of one value.
     """
     kinds = [*tensors, *scalars]
-    fields = np.array([*(list(map(Tensor.data_ptr, kind)) for kind in kinds), *sizes], dtype=np.int64)
+    like = kinds[0][0]
+    addresses = tuple(map(Tensor.data_ptr, chain.from_iterable(kinds)))
+    dtypes = tuple(map(_dtype, chain.from_iterable(kinds)))
+    entries = addresses, dtypes, tuple(chain.from_iterable(sizes)), programs, len(tensors), len(kinds), like.device
+    if _is_captured(like.device):
+        parts = _parts(*entries, _captured_table)
+    else:  # by the stream too: on another one the copy may not have ended, or its memory may be given to others
+        parts = _known_parts(entries, current_stream(like))
+    for part in parts:
+        pointers = (part.entries, part.owners, *(kind[part.first] for kind in kinds), *others)
+        launch(kernel, part.programs, pointers, numbers, **options, ALIGNED=part.aligned)
+
+
+class _Part(NamedTuple):
+    """Entries of one launch."""
+
+    first: int
+    """The place of one in the list."""
+
+    aligned: bool
+    programs: int
+    entries: Tensor
+    owners: Tensor
+
+
+MOST_TABLES = 256
+"""Tables that are remembered: of all steps of a large model in turn, of a few kilobytes each."""
+
+
+@functools.lru_cache(maxsize=MOST_TABLES)
+def _known_parts(entries: tuple, stream: int | None) -> list[_Part]:
+    return _parts(*entries, _table)
+
+
+def _parts(
+    addresses: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...],
+    sizes: tuple[int, ...],
+    programs: Callable[..., np.ndarray],
+    tensors: int,
+    kinds: int,
+    device: torch.device,
+    table: Callable[[np.ndarray, tuple[int, ...], torch.device], tuple[Tensor, Tensor]],
+) -> list[_Part]:
+    """Divide entries into launches.
+
+    Args:
+        addresses, dtypes: of each kind, those of all entries; so are sizes.
+        sizes, programs: as in `launch_over`.
+        tensors: the number of kinds of tensors, the first of all.
+        kinds: the number of kinds.
+        device: of the tables.
+        table: makes one.
+    """
+    count = len(addresses) // kinds
+    fields = np.array((*addresses, *sizes), dtype=np.int64).reshape(-1, count)
     # one look at all: an address or size that is no multiple of 16 leaves a low bit
-    bits = np.bitwise_or.reduce(fields[: len(tensors)]) | np.bitwise_or.reduce(fields[len(kinds) :])
-    counts = np.array(programs, dtype=np.int64)
+    bits = np.bitwise_or.reduce(fields[:tensors]) | np.bitwise_or.reduce(fields[kinds:])
+    counts = programs(*fields[kinds:])
     # dtypes and alignment are constants of a compiled kernel: as many launches as there are kinds, of many tensors each
     alike: dict[tuple, list[int]] = {}
-    dtypes = ([tensor.dtype for tensor in kind] for kind in kinds)
-    for place, kind in enumerate(zip((bits % ALIGNMENT == 0).tolist(), *dtypes, strict=True)):
-        if programs[place] > 0:
+    of_each = (dtypes[kind * count : (kind + 1) * count] for kind in range(kinds))
+    for place, kind in enumerate(zip((bits % ALIGNMENT == 0).tolist(), *of_each, strict=True)):
+        if counts[place] > 0:
             alike.setdefault(kind, []).append(place)
+    parts = []
     for (aligned, *_), places in alike.items():
-        first = places[0]
         runs = ceil_div(counts[places], _RUN)
         ends = np.cumsum(runs)
         rows = np.column_stack((fields[:, places].T, places, (ends - runs) * _RUN))
-        device = kinds[0][first].device
-        entries, owners = (_captured_table if _is_captured(device) else _table)(rows, tuple(runs.tolist()), device)
-        pointers = (entries, owners, *(kind[first] for kind in kinds), *others)
-        launch(kernel, int(ends[-1]) * _RUN, pointers, numbers, **options, ALIGNED=aligned)
+        made = table(rows, tuple(runs.tolist()), device)
+        parts.append(_Part(places[0], aligned, int(ends[-1]) * _RUN, *made))
+    return parts
 
 
 def _table(rows: np.ndarray, runs: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
