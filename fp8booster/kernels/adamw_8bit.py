@@ -15,8 +15,10 @@ nearest it would stay for ever. The error of m / sqrt(v), compared with other co
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -66,8 +68,57 @@ class Moments8bit(NamedTuple):
         )
 
 
-@operator(writes=("value",))
-def update_8bit(
+class Shards8bit(NamedTuple):
+    """Tensors of one device: the i-th of each list belong together. [n_i], contiguous."""
+
+    values: Sequence[Tensor]
+    """The weights, FP32, or BF16 with `lows`."""
+
+    lows: Sequence[Tensor | None]
+    """int16, of FP32 masters what BF16 weights lack; None for an FP32 weight."""
+
+    gradients: Sequence[Tensor]
+    """BF16, FP16 or FP32."""
+
+    moments: Sequence[Moments8bit]
+
+    def part(self, begin: int, end: int) -> Shards8bit:
+        """Return the tensors from one place to another."""
+        here = slice(begin, end)
+        return Shards8bit(self.values[here], self.lows[here], self.gradients[here], self.moments[here])
+
+    def require_updatable(self) -> None:
+        """Raise ValueError where `update_8bit` cannot update a weight."""
+        for value, low in zip(self.values, self.lows, strict=True):
+            if value.dtype != (torch.float32 if low is None else torch.bfloat16):
+                raise ValueError(f"a weight is {value.dtype}; give FP32, or BF16 with the low bits of its master")
+        require_contiguous(chain(self.values, self.gradients))
+
+
+@operator()
+def update_8bit(shards: Shards8bit, rows: Tensor, rates: AdamRates, skipped: Tensor) -> None:
+    """Take one step of Adam (Kingma and Ba, algorithm 1) or AdamW (Loshchilov and Hutter, algorithm 2) in place.
+
+    The update is computed in FP32 from moments that are not yet rounded, each operation rounded by itself. A block
+    with a gradient that is not finite keeps its values and moments, bit for bit; all do where the divisor is not
+    finite.
+
+    Args:
+        shards: values, low bits and moments are written.
+        rows: float32 [shards, 8], from `step_rows`; `rows[:, AMAX]` takes the largest magnitude among the new values of
+            each.
+        rates: betas, eps and the kind of decay; the rest is in the rows.
+        skipped: int32 []; the number of blocks that were left as they are is added.
+
+    Raises:
+        ValueError: a tensor's values lie apart, or a weight is FP16.
+    """
+    shards.require_updatable()
+    for value, low, gradient, moments, row in zip(*shards, rows, strict=True):
+        _update_shard(value, low, gradient, moments, row, rates, skipped)
+
+
+def _update_shard(
     value: Tensor,
     low: Tensor | None,
     gradient: Tensor,
@@ -76,25 +127,7 @@ def update_8bit(
     rates: AdamRates,
     skipped: Tensor,
 ) -> None:
-    """Take one step of Adam (Kingma and Ba, algorithm 1) or AdamW (Loshchilov and Hutter, algorithm 2) in place.
-
-    The update is computed in FP32 from moments that are not yet rounded, each operation rounded by itself. A block
-    with a gradient that is not finite keeps its values and moments, bit for bit; all do where the divisor is not
-    finite.
-
-    Args:
-        value: the weight, [n], FP32, or BF16 with `low`.
-        low: int16 [n], what the FP32 master has beside a BF16 weight; None for an FP32 weight.
-        gradient: [n], BF16, FP16 or FP32.
-        moments: of the tensor.
-        row: float32 [8], from `step_rows`; `row[AMAX]` takes the largest magnitude among the new values.
-        rates: betas, eps and the kind of decay; the rest is in the row.
-        skipped: int32 []; the number of blocks that were left as they are is added.
-
-    Raises:
-        ValueError: a tensor's values lie apart, or the weight is FP16.
-    """
-    require_updatable(value, low, gradient)
+    """`update_8bit` of one tensor, with its row."""
     flat = [None if each is None else each.flatten() for each in (value, low, gradient, moments.first, moments.second)]
     largest = torch.zeros((), dtype=torch.float32, device=value.device)
     for begin in range(0, value.numel(), _AT_ONCE):
@@ -108,13 +141,6 @@ def update_8bit(
     row[AMAX] = largest
 
 
-def require_updatable(value: Tensor, low: Tensor | None, gradient: Tensor) -> None:
-    """Raise ValueError where `update_8bit` cannot update a weight."""
-    if value.dtype != (torch.float32 if low is None else torch.bfloat16):
-        raise ValueError(f"the weight is {value.dtype}; give FP32, or BF16 with the low bits of its master")
-    require_contiguous((value, gradient))
-
-
 def _update_part(
     value: Tensor,
     low: Tensor | None,
@@ -125,7 +151,7 @@ def _update_part(
     skipped: Tensor,
     begin: int,
 ) -> None:
-    """`update_8bit` of some whole blocks, flat, the first of which begins at `begin` in the tensor."""
+    """`_update_shard` of some whole blocks, flat, the first of which begins at `begin` in the tensor."""
     decay, step_size, inverse_root, inverse_divisor = row[[0, 1, 2, INVERSE]]
     g = in_blocks(gradient.float() * inverse_divisor)
     w = in_blocks(value if low is None else master_of(value, low))
@@ -162,7 +188,8 @@ def next_moments(w: Tensor, g: Tensor, m: Tensor, v: Tensor, row: Tensor, rates:
 
     Args:
         w, g, m, v: weight, gradient and moments before it, float32 [blocks, 256]; the gradient is divided.
-        row, rates: as `update_8bit` takes them.
+        row: of the tensor, from `step_rows`.
+        rates: as `update_8bit` takes them.
     """
     beta1, beta2 = rates.betas
     if not rates.decoupled:
@@ -195,17 +222,16 @@ def step_rows(
     """
     # by Python's floats, of 64 bits, and rounded once
     decay = rates.lr * rates.weight_decay if rates.decoupled else rates.weight_decay
-    rows = torch.tensor(
-        [
-            [decay, rates.lr / (1 - rates.betas[0] ** t), (1 - rates.betas[1] ** t) ** -0.5, 0.0, 0.0, 1.0, 0.0, 0.0]
-            for t in steps
-        ],
-        dtype=torch.float32,
-        pin_memory=device.type == "cuda",  # the host must not wait: it comes here for each bucket within backward
-    )
+    # few numbers of steps, mostly one, for many tensors
+    factors = {t: (rates.lr / (1 - rates.betas[0] ** t), (1 - rates.betas[1] ** t) ** -0.5) for t in set(steps)}
+    # pinned: the host must not wait, for it comes here for each bucket within backward
+    rows = torch.empty(len(steps), 8, dtype=torch.float32, pin_memory=device.type == "cuda")
+    filled = rows.numpy()
+    filled[:] = (decay, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0)
+    filled[:, 1:SEED] = [factors[t] for t in steps]
     # odd multipliers of large spread: neighbouring steps and tensors draw unlike numbers
     seeds = [(t * 0x9E3779B1 + number * 0x85EBCA77) & 0x7FFFFFFF for t, number in zip(steps, numbers, strict=True)]
-    rows.view(torch.int32)[:, SEED] = torch.tensor(seeds, dtype=torch.int32)
+    filled.view(np.int32)[:, SEED] = seeds
     rows = rows.to(device, non_blocking=True)
     if divisor is not None:
         rows[:, INVERSE] = divisor.reciprocal()

@@ -1,15 +1,17 @@
-"""Adam's update with one-byte moments on a GPU: one launch a tensor, each byte read once and written once."""
+"""Adam's update with one-byte moments on a GPU: one launch for many tensors, each byte read and written once."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from fp8booster.kernels.adamw import AdamRates
-from fp8booster.kernels.adamw_8bit import BLOCK, LARGEST, MOST_OCTAVES, NAN, STEPS, Moments8bit, require_updatable
+from fp8booster.kernels.adamw_8bit import BLOCK, LARGEST, MOST_OCTAVES, NAN, STEPS, Shards8bit
 from fp8booster.kernels.group_codes_triton import decode_roots, encode_roots, to_integers
-from fp8booster.kernels.launch import ceil_div, launch
+from fp8booster.kernels.launch import ceil_div
+from fp8booster.kernels.tables_triton import launch_over, own_entry, own_pointer, own_size
 
 # blocks that a program updates, and its warps, by time on an H200 (benchmarks/results/h200/adamw-8bit.md): a warp alone
 # finds the ranges of its block without waiting for others
@@ -20,34 +22,47 @@ _LARGEST, _SPAN, _STEPS, _NAN = (tl.constexpr(each) for each in (LARGEST, MOST_O
 
 @triton.jit
 def adamw_8bit_kernel(
+    entries,  # of values, lows, gradients, firsts, amaxes, seconds, ranges and the count of values
+    owners,
     values,
-    lows,
+    lows,  # int16, or the values again where they are FP32 and nothing is lacking
     gradients,
     firsts,
     amaxes,
     seconds,
     ranges,
-    row,  # float32 [8], see `adamw_8bit.step_rows`
+    rows,  # float32 [shards, 8], see `adamw_8bit.step_rows`
     skipped,
-    count,
     beta1,
     rest1,  # 1 - beta1
     beta2,
     rest2,
     eps,
-    SPLIT: tl.constexpr,
     DECOUPLED: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     """Each program updates BLOCKS rows of BLOCK values; compiled so that no product and sum are rounded as one."""
+    entry, shard, program = own_entry(entries, owners, 8)
+    values = own_pointer(entry, 0, values, ALIGNED)
+    lows = own_pointer(entry, 1, lows, ALIGNED)
+    gradients = own_pointer(entry, 2, gradients, ALIGNED)
+    firsts = own_pointer(entry, 3, firsts, ALIGNED)
+    amaxes = own_pointer(entry, 4, amaxes, ALIGNED)
+    seconds = own_pointer(entry, 5, seconds, ALIGNED)
+    ranges = own_pointer(entry, 6, ranges, ALIGNED)
+    count = own_size(entry, 7, ALIGNED)
+    row = rows + 8 * shard
     decay, step_size, inverse_root = tl.load(row), tl.load(row + 1), tl.load(row + 2)
     seed = tl.load((row + 3).to(tl.pointer_type(tl.int32), bitcast=True))
     amax = (row + 4).to(tl.pointer_type(tl.int32), bitcast=True)
     found, inverse_divisor = tl.load(amax), tl.load(row + 5)
     # offsets of 32 bits from where the program's values begin
-    first_block = tl.program_id(0).to(tl.int64) * BLOCKS
+    first_block = program.to(tl.int64) * BLOCKS
     start = first_block * BLOCK
+    if start >= count:  # of the last run of programs some have nothing to do
+        return
     left = tl.minimum(count - start, BLOCKS * BLOCK).to(tl.int32)
     block = tl.arange(0, BLOCKS)
     index = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -63,7 +78,9 @@ def adamw_8bit_kernel(
     # finite: not the largest exponent
     finite = (gradient.to(tl.int32, bitcast=True) & 0x7F800000) != 0x7F800000
     updated = tl.where(inverse_divisor > 0, tl.min(finite.to(tl.int32), 1), 0) > 0
-    if SPLIT:  # the master of 32 bits from a BF16 weight and what rounding took from it: 4 bytes a value, not 6
+    if (
+        lows.dtype.element_ty == tl.int16
+    ):  # the master of 32 bits from a BF16 weight and what rounding took from it: 4 bytes a value, not 6
         lows += start
         high = tl.load(values + index, mask=inside, other=0.0).to(tl.int16, bitcast=True).to(tl.int32)
         low = tl.load(lows + index, mask=inside, other=0).to(tl.int32)
@@ -118,7 +135,7 @@ def adamw_8bit_kernel(
     tl.store(seconds + index, second.to(tl.uint8), mask=inside)
     value = tl.where(updated[:, None], value, before)
     bits = value.to(tl.int32, bitcast=True)
-    if SPLIT:
+    if lows.dtype.element_ty == tl.int16:
         bits = tl.where(value != value, _NAN, bits)
         rounded = (bits + 0x8000) >> 16
         tl.store(values + index, rounded.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=inside)
@@ -135,28 +152,28 @@ def adamw_8bit_kernel(
         tl.atomic_add(skipped, kept, sem="relaxed")
 
 
-def update_8bit_triton(
-    value: torch.Tensor,
-    low: torch.Tensor | None,
-    gradient: torch.Tensor,
-    moments: Moments8bit,
-    row: torch.Tensor,
-    rates: AdamRates,
-    skipped: torch.Tensor,
-) -> None:
+def _programs(counts: np.ndarray) -> np.ndarray:
+    return ceil_div(counts, BLOCK * _BLOCKS)
+
+
+def update_8bit_triton(shards: Shards8bit, rows: torch.Tensor, rates: AdamRates, skipped: torch.Tensor) -> None:
     """Compute `update_8bit`, byte for byte."""
-    require_updatable(value, low, gradient)
+    shards.require_updatable()
+    values = shards.values
+    lows = [value if low is None else low for value, low in zip(values, shards.lows, strict=True)]
     beta1, beta2 = rates.betas
     numbers = (beta1, 1 - beta1, beta2, 1 - beta2, rates.denominator_eps())
-    launch(
+    launch_over(
         adamw_8bit_kernel,
-        ceil_div(value.numel(), BLOCK * _BLOCKS),
-        (value, value if low is None else low, gradient, *moments, row, skipped),
-        (value.numel(), *map(float, numbers)),
+        (values, lows, shards.gradients, *zip(*shards.moments, strict=True)),
+        [list(map(torch.Tensor.numel, values))],
+        _programs,
+        (rows, skipped),
+        tuple(map(float, numbers)),
         num_warps=_WARPS,
         enable_fp_fusion=False,
-        SPLIT=low is not None,
         DECOUPLED=rates.decoupled,
         BLOCKS=_BLOCKS,
         BLOCK=BLOCK,
     )
+    torch.autograd.graph.increment_version(values)

@@ -61,7 +61,8 @@ class MomentSample:
     """Some blocks of a tensor's moments as a step makes them, before it rounds them; made before the step.
 
     Args:
-        value, low, gradient, moments, row, rates: as `adamw_8bit.update_8bit` takes them.
+        value, low, gradient, moments: as `adamw_8bit.Shards8bit` holds them.
+        row, rates: as `adamw_8bit.next_moments` takes them.
     """
 
     def __init__(

@@ -140,8 +140,9 @@ class _Part(NamedTuple):
     owners: Tensor
 
 
-MOST_TABLES = 256
-"""Tables that are remembered: of all steps of a large model in turn, of a few kilobytes each."""
+MOST_TABLES = 2**10
+"""Tables that are remembered, of a few kilobytes each: of all steps of a large model in turn, which may take one for
+each of its parameters, as updates in backward do."""
 
 
 @functools.lru_cache(maxsize=MOST_TABLES)
@@ -206,7 +207,7 @@ def _table(rows: np.ndarray, runs: tuple[int, ...], device: torch.device) -> tup
 
 @functools.lru_cache(maxsize=2**10)
 def _owners(runs: tuple[int, ...], device: torch.device) -> Tensor:
-    owners = torch.tensor([entry for entry, count in enumerate(runs) for _ in range(count)], dtype=torch.int32)
+    owners = torch.from_numpy(np.repeat(np.arange(len(runs), dtype=np.int32), runs))
     return owners.to(device)  # the host waits: other streams will read it
 
 

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fp8booster.argument_types import require_types
-from fp8booster.kernels.adamw import require_rates
-from fp8booster.kernels.adamw_8bit import AMAX, master_of, split, step_rows, update_8bit
+from fp8booster.kernels.adamw import AdamRates, require_rates
+from fp8booster.kernels.adamw_8bit import AMAX, Shards8bit, master_of, split, step_rows, update_8bit
 from fp8booster.kernels.code_statistics import MomentSample
 from fp8booster.optim.gradient_sums import GRADIENT_ACCUMULATIONS, GradientSum, added, value_of
 from fp8booster.optim.states_8bit import LOW, State, States, as_tensor
@@ -52,7 +52,7 @@ class AdamW(Optimizer):
 
     A BF16 parameter is the upper half of its FP32 master, rounded half away from zero; the state holds the 16 bits that
     are missing. So updates too small for BF16 are not lost. Moments have a range for each 256 values
-    (`kernels.adamw_8bit`). On a GPU a step is one launch a parameter.
+    (`kernels.adamw_8bit`). On a GPU a step is one launch for all parameters of a dtype.
 
     bytes a parameter         weight   master      moments      all
     torch.optim.AdamW, BF16   2        4 (FP32)    8            14
@@ -237,14 +237,15 @@ class AdamW(Optimizer):
                 "gives it, and the ranks' weights diverge; leave update_in_backward out, or take LowLevelZeroPlugin"
             )
         self._taken.clear()
-        self.amaxes = amaxes = {}
+        amaxes: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self.amaxes = amaxes
         for group in self.param_groups:
             for parameter in filter(self.gradient_sums.__contains__, group["params"]):  # one sum in FP32 at a time
                 total = self.gradient_sums.pop(parameter)[1]
-                amaxes.update(self._update(group, {parameter: value_of(total, parameter.grad)}, divisor))
+                amaxes.update(self._update(group, [parameter], [value_of(total, parameter.grad)], divisor))
                 parameter.grad = None
-            given = {each: each.grad for each in group["params"] if each.grad is not None}
-            amaxes.update(self._update(group, given, divisor))
+            given = [each for each in group["params"] if each.grad is not None]
+            amaxes.update(self._update(group, given, [each.grad for each in given], divisor))
             # as backward does: no gradient outlives its update
             if self.updates_in_backward:
                 for parameter in given:
@@ -270,7 +271,7 @@ class AdamW(Optimizer):
                 "an AdamW that was made before with update_in_backward=True took a parameter's gradient in backward; "
                 "train a parameter by one of them only"
             )
-        _require_dense(gradient)
+        _require_dense((gradient,))
         self._taken.add(parameter)
         count, total = self.gradient_sums.pop(parameter, (0, None))
         if count + 1 < self.micro_batches:
@@ -284,21 +285,21 @@ class AdamW(Optimizer):
         # the group is another object when a state dict was loaded
         # the last gradient is added in FP32, not rounded to the sum's 16 or 8 bits first
         summed = gradient if total is None else value_of(total, gradient)
-        self._update(self.param_groups[group_number], {parameter: summed})
+        self._update(self.param_groups[group_number], [parameter], [summed])
 
-    @torch.no_grad()
     def _update(
         self,
         group: dict[str, Any],
-        gradients: Mapping[torch.nn.Parameter, torch.Tensor],
+        parameters: Sequence[torch.nn.Parameter],
+        gradients: Sequence[torch.Tensor],
         divisor: torch.Tensor | None = None,
-    ) -> dict[torch.nn.Parameter, torch.Tensor]:
-        """Take a step with some parameters of a group, and return their amaxes."""
+    ) -> Iterable[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Take a step with some parameters of a group, and return each that is not empty with its amax."""
         # an empty tensor has no amax, and a rank may hold no part of a parameter
-        parameters = [parameter for parameter in gradients if parameter.numel() > 0]
-        of_each = [gradients[parameter] for parameter in parameters]
-        amaxes = update_by_device(self.update_shards, group, parameters, of_each, divisor)
-        return dict(zip(parameters, amaxes, strict=True))
+        gradients = [gradient for gradient in gradients if gradient.numel() > 0]
+        parameters = [parameter for parameter in parameters if parameter.numel() > 0]
+        amaxes = update_by_device(self.update_shards, group, parameters, gradients, divisor)
+        return zip(parameters, amaxes, strict=True)
 
     @torch.no_grad()
     def update_shards(
@@ -325,13 +326,14 @@ class AdamW(Optimizer):
         """
         if group.get("amsgrad", False) or group.get("maximize", False):
             raise ValueError("this AdamW has neither amsgrad nor maximize; load a checkpoint without, or use torch's")
-        for gradient in gradients:
-            _require_dense(gradient)
-        if any(each not in self._numbers for each in parameters):
+        _require_dense(gradients)
+        try:
+            numbers = [self._numbers[each] for each in parameters]
+        except KeyError:
             raise TypeError(
                 "an engine has put tensors in the place of this optimizer's parameters; boost it with a plugin of "
                 "fp8booster.plugins, or take torch.optim.AdamW"
-            )
+            ) from None
         # the rows of the step are made on the host, so a tensor's number has to come there
         rates = rates_of(group, decoupled=True)._replace(lr=float(group["lr"]))
         device = parameters[0].device
@@ -339,29 +341,43 @@ class AdamW(Optimizer):
         # first: the corrections of the moments count this step
         for state in states:
             state.codes["step"] += 1
-        steps, numbers = [state.codes["step"] for state in states], [self._numbers[each] for each in parameters]
-        rows = step_rows(rates, steps, numbers, device, divisor)
+        rows = step_rows(rates, [state.codes["step"] for state in states], numbers, device, divisor)
         # counted on the device: the host would wait for it at each step, and mostly for a zero
         if device not in self._skipped:
             self._skipped[device] = torch.zeros((), dtype=torch.int32, device=device)
-        for parameter, gradient, state, row in zip(parameters, gradients, states, rows, strict=True):
-            # read from the codes: `state["exp_avg"]` would decode the moment to FP32
-            what = parameter, state.codes.get(LOW), gradient.contiguous(), state.moments, row, rates
-            then = [
-                observe(id(self.parameters.get(parameter, parameter)), partial(MomentSample, *what))
-                for observe in observers
-            ]
-            update_8bit(*what, self._skipped[device])
-            for each in filter(None, then):
-                each()
+        # read from the codes: `state["exp_avg"]` would decode the moment to FP32
+        shards = Shards8bit(
+            parameters,
+            [state.codes.get(LOW) for state in states],
+            list(map(torch.Tensor.contiguous, gradients)),
+            [state.moments for state in states],
+        )
+        self._update_observed(shards, rows, rates)
         return rows[:, AMAX]
+
+    def _update_observed(self, shards: Shards8bit, rows: torch.Tensor, rates: AdamRates) -> None:
+        """Update tensors of one device, in one call but for those whose moments an observer samples."""
+        skipped, begin = self._skipped[rows.device], 0
+        for place, parameter in enumerate(shards.values if observers else ()):
+            number = id(self.parameters.get(parameter, parameter))
+            sample = partial(_sample_of, shards, rows, rates, place)
+            then = [observe(number, sample) for observe in observers]
+            if any(then):
+                # a sample holds FP32 moments until its tensor is updated: no two of them at once
+                end = place + 1
+                update_8bit(shards.part(begin, end), rows[begin:end], rates, skipped)
+                for each in filter(None, then):
+                    each()
+                begin = end
+        if begin < len(rows):
+            update_8bit(shards.part(begin, len(rows)), rows[begin:], rates, skipped)
 
     def _state_of(self, parameter: torch.Tensor) -> State:
         state = self.state[parameter]
-        if not state:
-            state = self.state[parameter] = State.zeros(parameter)
-        elif not isinstance(state, State):
+        if not isinstance(state, State):
             state = State(state)
+        if not state.codes:
+            state = self.state[parameter] = State.zeros(parameter)
         state.fit(parameter)
         state.move(parameter.device)
         if parameter.dtype is not torch.bfloat16:
@@ -452,9 +468,14 @@ class AdamW(Optimizer):
         self.state[parameter] = state
 
 
-def _require_dense(gradient: torch.Tensor) -> None:
+def _sample_of(shards: Shards8bit, rows: torch.Tensor, rates: AdamRates, place: int) -> MomentSample:
+    tensors = shards.values[place], shards.lows[place], shards.gradients[place], shards.moments[place]
+    return MomentSample(*tensors, rows[place], rates)
+
+
+def _require_dense(gradients: Iterable[torch.Tensor]) -> None:
     """Raise TypeError for a sparse gradient."""
-    if gradient.layout is not torch.strided:
+    if {gradient.layout for gradient in gradients} - {torch.strided}:
         raise TypeError(
             "a gradient is sparse, as nn.Embedding(sparse=True) makes it; make it with sparse=False, or take "
             "torch.optim.SparseAdam for its parameter"

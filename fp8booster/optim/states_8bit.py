@@ -62,7 +62,8 @@ class State(MutableMapping[str, Any]):
     @property
     def moments(self) -> Moments8bit:
         """The codes, which a step changes in place."""
-        return Moments8bit(*(self.codes[name] for name in _FIRST + _SECOND))
+        codes = self.codes  # spelled out: a generator would cost the host more, in each step and for each tensor
+        return Moments8bit(codes["exp_avg"], codes["exp_avg_amax"], codes["exp_avg_sq"], codes["exp_avg_sq_range"])
 
     @property
     def nbytes(self) -> int:
@@ -73,22 +74,17 @@ class State(MutableMapping[str, Any]):
         """Take a parameter's shape. Raises ValueError unless it is the state of such a parameter."""
         if missing := [name for name in _FIRST + _SECOND if name not in self.codes]:
             raise ValueError(f"the state has no {' and '.join(missing)}; load the whole state dict of an AdamW")
+        count = parameter.numel()
         for name in MOMENTS:
-            if self.codes[name].numel() != parameter.numel():
-                raise ValueError(
-                    f"a state has {self.codes[name].numel()} values and its parameter {parameter.numel()}; load the "
-                    "states of this model"
-                )
+            if (held := self.codes[name].numel()) != count:
+                raise ValueError(f"a state has {held} values and its parameter {count}; load the states of this model")
         self._shapes = dict.fromkeys((*MOMENTS, LOW), parameter.shape)
 
     def move(self, device: torch.device) -> None:
         """Keep all tensors on this device."""
-        tensors = (value for value in self.codes.values() if isinstance(value, torch.Tensor))
-        if all(tensor.device == device for tensor in tensors):  # as in every step but one after a load
-            return
-        self.codes = {
-            name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in self.codes.items()
-        }
+        for name, value in self.codes.items():
+            if isinstance(value, torch.Tensor) and value.device != device:  # in no step but one after a load
+                self.codes[name] = value.to(device)
 
     def __getitem__(self, name: str) -> Any:
         value = self.codes[name]

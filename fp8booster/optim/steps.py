@@ -26,7 +26,7 @@ def update_by_device(
     """Call `update`, as `AdamW.update_shards`, for the parameters of each device; return amaxes in their order."""
     amaxes: dict[int, torch.Tensor] = {}
     # engines may have moved part of the masters to the host, and a kernel reads the memory of one device
-    for device in dict.fromkeys(parameter.device for parameter in parameters):
+    for device in dict.fromkeys([parameter.device for parameter in parameters]):
         places = [place for place, parameter in enumerate(parameters) if parameter.device == device]
         here, of_here = [parameters[place] for place in places], [gradients[place] for place in places]
         found = update(group, here, of_here, None if divisor is None else divisor.to(device))

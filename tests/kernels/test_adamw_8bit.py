@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from itertools import product
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from fp8booster.kernels.adamw_8bit import (
     BLOCK,
     MOST_OCTAVES,
     Moments8bit,
+    Shards8bit,
     decode_first,
     decode_second,
     encode_second,
@@ -27,7 +27,6 @@ from fp8booster.kernels.group_codes import encode_roots
 from tests.kernels.interpreted import interpreted
 
 RATES = AdamRates(1e-2, (0.9, 0.95), 1e-8, 0.1, decoupled=True)
-COUNTS = (1, 7, 256, 1000, 4097)
 
 
 def seed(number: int) -> torch.Tensor:
@@ -158,6 +157,14 @@ def flat(weight: torch.Tensor, low: torch.Tensor | None, moments: Moments8bit) -
     return [each for each in (weight, low, *moments) if each is not None]
 
 
+def update_one(
+    state: tuple, gradient: torch.Tensor, row: torch.Tensor, skipped: torch.Tensor, rates: AdamRates = RATES
+) -> None:
+    """Update one tensor, of `tensors`, with its row."""
+    weight, low, moments = state
+    update_8bit(Shards8bit([weight], [low], [gradient], [moments]), row[None], rates, skipped)
+
+
 def gradients(count: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     """Of six steps; the fourth has values that are not finite."""
     for step in range(1, 7):
@@ -179,7 +186,7 @@ def test_the_step_is_torchs_up_to_the_rounding_of_moments(dtype, device) -> None
         gradient = torch.randn(5000, device=device)
         parameter.grad = gradient.clone()
         optimizer.step()
-        update_8bit(weight, low, gradient, moments, step_rows(RATES, [step], [0], device)[0], RATES, skipped)
+        update_one((weight, low, moments), gradient, step_rows(RATES, [step], [0], device)[0], skipped)
     found = weight if low is None else master_of(weight, low)
     moved = (parameter.detach() - master).norm()
     assert (found - parameter.detach()).norm() < 0.01 * moved
@@ -195,7 +202,7 @@ def test_a_block_whose_gradient_is_not_finite_stays_as_it_is(dtype, device) -> N
         gradient = torch.randn(700, device=device)
         if bad is not None:
             gradient[bad] = math.inf
-        update_8bit(*state[:2], gradient, state[2], step_rows(RATES, [step], [0], device)[0], RATES, skipped)
+        update_one(state, gradient, step_rows(RATES, [step], [0], device)[0], skipped)
         for found, was in zip(flat(*state), flat(*before), strict=True):
             of_block = slice(256, 512) if len(found) == 700 else slice(1, 2)
             assert torch.equal(found[of_block], was[of_block]) is (bad is not None)
@@ -214,8 +221,8 @@ def test_gradients_are_divided_and_the_amax_is_found(dtype, device) -> None:
             step_rows(RATES, [step], [0], torch.device(device), divisor)[0]
             for divisor in (torch.tensor(8.0, device=device), None)
         ]
-        update_8bit(*divided[:2], 8 * gradient, divided[2], rows[0], RATES, skipped)
-        update_8bit(*other[:2], gradient, other[2], rows[1], RATES, skipped)
+        update_one(divided, 8 * gradient, rows[0], skipped)
+        update_one(other, gradient, rows[1], skipped)
         assert rows[0][AMAX] == rows[1][AMAX] == divided[0].abs().max()
         assert all(torch.equal(*pair) for pair in zip(flat(*divided), flat(*other), strict=True))
 
@@ -226,7 +233,7 @@ def test_a_divisor_that_is_not_finite_leaves_all_as_it_is(bad, device) -> None:
     before = copied(*state)
     skipped = torch.zeros((), dtype=torch.int32, device=device)
     row = step_rows(RATES, [1], [0], torch.device(device), torch.tensor(bad, device=device))[0]
-    update_8bit(*state[:2], torch.ones(700, device=device), state[2], row, RATES, skipped)
+    update_one(state, torch.ones(700, device=device), row, skipped)
     assert all(torch.equal(*pair) for pair in zip(flat(*state), flat(*before), strict=True))
     assert skipped == 3
     assert row[AMAX] == state[0].abs().max()
@@ -235,46 +242,78 @@ def test_a_divisor_that_is_not_finite_leaves_all_as_it_is(bad, device) -> None:
 def test_wrong_tensors_are_refused() -> None:
     weight, low, moments = tensors(512, torch.bfloat16)
     row, skipped = step_rows(RATES, [1], [0], torch.device("cpu"))[0], torch.zeros((), dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"the weight is torch.float16; give FP32, or BF16"):
-        update_8bit(weight.half(), low, weight, moments, row, RATES, skipped)
+    with pytest.raises(ValueError, match=r"a weight is torch.float16; give FP32, or BF16"):
+        update_one((weight.half(), low, moments), weight, row, skipped)
     with pytest.raises(ValueError, match="give contiguous tensors"):
-        update_8bit(weight, low, torch.zeros(1024)[::2], moments, row, RATES, skipped)
+        update_one((weight, low, moments), torch.zeros(1024)[::2], row, skipped)
 
 
-def updates_differ(device: str) -> list[str]:
-    """The cases where the kernel does not give the reference's bytes."""
-    from fp8booster.kernels.adamw_8bit_triton import update_8bit_triton
+KINDS = (
+    *((count, torch.bfloat16, torch.bfloat16) for count in (1, 7, 256, 1000, 0, 4097)),
+    *((count, torch.float32, torch.float32) for count in (257, 1024, 3)),
+    (513, torch.bfloat16, torch.float32),
+    (100, torch.float32, torch.float16),
+)
+"""Values of a tensor, and dtypes of weight and gradient. All are updated in one call."""
+
+
+def shifted(each: torch.Tensor) -> torch.Tensor:
+    """The values at an address that is no multiple of 16."""
+    return torch.cat([each.new_zeros(1), each.flatten()])[1:].view(each.shape)
+
+
+def shards_of(states: Sequence[tuple], given: Sequence[torch.Tensor]) -> Shards8bit:
+    weights, lows, moments = zip(*states, strict=True)
+    return Shards8bit(weights, lows, given, moments)
+
+
+def updates_differ(device: str, decoupled: bool, blocks: int) -> list[str]:
+    """The tensors of which the kernel does not give the reference's bytes."""
+    from fp8booster.kernels import adamw_8bit_triton, tables_triton
 
     torch.manual_seed(0)
+    adamw_8bit_triton._BLOCKS, before = blocks, adamw_8bit_triton._BLOCKS
+    tables_triton._known_parts.cache_clear()  # of programs of another size
     found = []
     divisor = torch.tensor(3.0, device=device)
-    both = (torch.bfloat16, torch.float32)
-    # how weights decay and what they are held in is a matter of values, not of how many there are
-    kinds = [*((count, torch.bfloat16, True) for count in COUNTS), *product((1000,), both, (False,))]
-    for count, dtype, decoupled in [*kinds, (257, torch.float32, True)]:
-        rates = RATES._replace(decoupled=decoupled)
-        ours = tensors(count, dtype, device)
-        ours[0][::3] *= torch.zeros_like(ours[0][::3])  # whatever their low bits are
-        theirs = copied(*ours)
-        skipped = torch.zeros(2, dtype=torch.int32, device=device)
-        for step, gradient in enumerate(gradients(count, dtype), 1):
-            row = step_rows(rates, [step], [count], torch.device(device), divisor if step % 2 else None)[0]
-            other_row = row.clone()
-            gradient = gradient.to(device)
-            update_8bit_triton(*ours[:2], gradient, ours[2], row, rates, skipped[0])
-            update_8bit.reference(*theirs[:2], gradient, theirs[2], other_row, rates, skipped[1])
-            if not torch.equal(row.view(torch.int32), other_row.view(torch.int32)):
-                found.append(f"amax {count} {dtype} decoupled={decoupled} step {step}")
-        pairs = zip(flat(*ours), flat(*theirs), strict=True)
-        if any(not torch.equal(one, other) for one, other in pairs) or skipped[0] != skipped[1] or skipped[0] == 0:
-            found.append(f"{count} {dtype} decoupled={decoupled}")
-    return found
+    rates = RATES._replace(decoupled=decoupled)
+    ours = [tensors(count, dtype, device) for count, dtype, _ in KINDS]
+    weight, low, moments = ours[3]
+    ours[3] = shifted(weight), shifted(low), Moments8bit(*map(shifted, moments))
+    for weight, *_ in ours:
+        weight[::3] *= torch.zeros_like(weight[::3])  # whatever their low bits are
+    theirs = [copied(*each) for each in ours]
+    skipped = torch.zeros(2, dtype=torch.int32, device=device)
+    numbers = list(range(7, 7 + len(KINDS)))
+    of_steps = [list(gradients(count, dtype)) if count else 6 * [torch.zeros(0)] for count, _, dtype in KINDS]
+    for step, of_step in enumerate(zip(*of_steps, strict=True), 1):
+        given = [gradient.to(device) for gradient in of_step]
+        # some have taken more steps than others
+        steps = [step + number % 3 for number in numbers]
+        rows = step_rows(rates, steps, numbers, torch.device(device), divisor if step % 2 else None)
+        other_rows = rows.clone()
+        adamw_8bit_triton.update_8bit_triton(shards_of(ours, given), rows, rates, skipped[0])
+        update_8bit.reference(shards_of(theirs, given), other_rows, rates, skipped[1])
+        differ = (rows.view(torch.int32) != other_rows.view(torch.int32)).any(1).tolist()
+        found += [f"amax of {kind}, step {step}" for kind, differs in zip(KINDS, differ, strict=True) if differs]
+    adamw_8bit_triton._BLOCKS = before
+    tables_triton._known_parts.cache_clear()
+    for kind, mine, right in zip(KINDS, ours, theirs, strict=True):
+        pairs = zip(flat(*mine), flat(*right), strict=True)
+        if not all(torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in pairs):
+            found.append(str(kind))
+    # of each tensor the first block and the last
+    blocks_left = sum(len({0, (count - 1) // BLOCK}) for count, *_ in KINDS if count)
+    return [*found, *([f"{skipped} blocks were left"] if skipped.tolist() != 2 * [blocks_left] else [])]
 
 
-def test_the_interpreted_kernel_is_its_reference() -> None:
-    assert interpreted(updates_differ, "cpu") == []
+@pytest.mark.parametrize(("decoupled", "blocks"), [(True, 1), (False, 2)])
+def test_the_interpreted_kernel_is_its_reference(decoupled, blocks) -> None:
+    assert interpreted(updates_differ, "cpu", decoupled, blocks) == []
 
 
 @pytest.mark.gpu
-def test_the_kernel_is_its_reference() -> None:
-    assert updates_differ("cuda") == []
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("blocks", [1, 2, 4])
+def test_the_kernel_is_its_reference(decoupled, blocks) -> None:
+    assert updates_differ("cuda", decoupled, blocks) == []

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from fp8booster.kernels import adamw_triton, norms_triton, shard_cast_triton
+from fp8booster.kernels import adamw_8bit_triton, adamw_triton, norms_triton, shard_cast_triton
 from tests.kernels.compiled import narrow_accesses, ptx_of
 
 TABLE = {"entries": "*i64", "owners": "*i32"}
@@ -31,6 +31,16 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, object], int]] = {
         {"DIVIDES": True, "DECOUPLED": True, "BLOCK": 1024},
         4,
     ),
+    **{
+        f"adamw_8bit {values}": (
+            adamw_8bit_triton.adamw_8bit_kernel,
+            {"values": values, "lows": lows, "gradients": "*bf16", "firsts": "*i8", "amaxes": "*fp32"}
+            | {"seconds": "*u8", "ranges": "*i32", "rows": "*fp32", "skipped": "*i32", **RATES},
+            {"DECOUPLED": True, "BLOCKS": 1, "BLOCK": 256},
+            1,
+        )
+        for values, lows in (("*bf16", "*i16"), ("*fp32", "*fp32"))
+    },
     "cast_shards": (
         shard_cast_triton.cast_shards_kernel,
         {"shard": "*fp32", "out": "*fp8e4nv", "amax": "*fp32", "inverse_scale": "*fp32"},

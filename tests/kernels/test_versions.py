@@ -10,11 +10,15 @@ import torch
 
 from fp8booster import formats
 from fp8booster.kernels import cross_entropy, rope, shard_cast
+from fp8booster.kernels.adamw import AdamRates
+from fp8booster.kernels.adamw_8bit import Moments8bit, Shards8bit, step_rows, update_8bit
 from fp8booster.kernels.operators import Operator
 
 pytest.importorskip("triton")
 
-from fp8booster.kernels import cross_entropy_triton, rope_triton, shard_cast_triton
+from fp8booster.kernels import adamw_8bit_triton, cross_entropy_triton, rope_triton, shard_cast_triton
+
+RATES = AdamRates(1e-3, (0.9, 0.95), 1e-8, 0.1, decoupled=True)
 
 
 def silent(*arguments: object, **options: object) -> None:
@@ -27,6 +31,8 @@ def fp8(*shape: int) -> torch.Tensor:
 
 def calls() -> dict[str, tuple[Callable[[], object], list[torch.Tensor]]]:
     """Each entry with what it writes."""
+    master, eight_bit = torch.zeros(16), Moments8bit.zeros(16, torch.device("cpu"))
+    rows = step_rows(RATES, [1], [0], torch.device("cpu"))
     x, one, angles = torch.ones(16, 32), torch.ones(()), torch.ones(1, 2, 4)
     qkv, out, transpose = torch.ones(1, 2, 3, 4), fp8(16 * 32), fp8(32, 16)
     return {
@@ -36,6 +42,10 @@ def calls() -> dict[str, tuple[Callable[[], object], list[torch.Tensor]]]:
         "cast_shards by name": (
             lambda: shard_cast.cast_shards([x.view(-1)], [one], outs=[out], inverse_scales=[one]),
             [out, one],
+        ),
+        "update_8bit": (
+            lambda: update_8bit(Shards8bit([master], [None], [master], [eight_bit]), rows, RATES, one),
+            [master],
         ),
         "unpack": (lambda: shard_cast.unpack([fp8(16, 32)], [one], [transpose], [x]), [transpose, x]),
         "unpack, values alone": (lambda: shard_cast.unpack([fp8(16, 32)], [one], [None], [x]), [x]),
@@ -51,6 +61,7 @@ def test_what_a_kernel_writes_has_a_new_version(name) -> None:
         patch.object(cross_entropy_triton, "launch", silent),
         patch.object(rope_triton, "launch", silent),
         patch.object(shard_cast_triton, "launch_over", silent),
+        patch.object(adamw_8bit_triton, "launch_over", silent),
     ):
         run()
     assert all(tensor._version > version for tensor, version in zip(written, before, strict=True))

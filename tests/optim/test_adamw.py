@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,8 +15,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
+from benchmarks.harness.calls import idle_gpu, python_calls
 from fp8booster import FP8Config, convert_to_fp8
-from fp8booster.optim import AdamW, HybridAdam
+from fp8booster.kernels.adamw_8bit import Shards8bit
+from fp8booster.kernels.code_statistics import MomentSample
+from fp8booster.optim import AdamW, HybridAdam, adamw
 from tests.distributed import ranks
 
 SETTINGS = {"lr": 3e-3, "betas": (0.9, 0.99), "weight_decay": 0.05}
@@ -468,6 +472,58 @@ def test_blocks_with_gradients_that_are_not_finite_are_counted(device) -> None:
     assert (weight[256:] != 1).all()
     optimizer._skipped[torch.device("meta")] = torch.tensor(2)  # of another device
     assert optimizer.skipped_blocks == 3
+
+
+def test_tensors_are_updated_at_once_but_for_those_whose_moments_are_sampled(device, monkeypatch) -> None:
+    weights = [nn.Parameter(torch.ones(300, device=device)) for _ in range(5)]
+    plain, optimizer = AdamW(copy.deepcopy(weights)), AdamW(weights)
+    sampled, read, sizes = {id(weights[1]), id(weights[3])}, [], []
+    update = adamw.update_8bit
+
+    def observe(parameter: int, sample: Callable[[], MomentSample]) -> Callable[[], None] | None:
+        if parameter not in sampled:
+            return None
+        made = sample()
+        return lambda: read.append(made.statistics())
+
+    def seen(shards: Shards8bit, *rest: object) -> None:
+        sizes.append(len(shards.values))
+        update(shards, *rest)
+
+    monkeypatch.setattr(adamw, "update_8bit", seen)
+    for each in (plain, optimizer):
+        for weight in each.param_groups[0]["params"]:
+            weight.grad = torch.linspace(-1, 1, 300, device=device)
+    plain.step()
+    monkeypatch.setattr(adamw, "observers", [observe, lambda *_: None])
+    optimizer.step()
+    assert sizes == [5, 2, 2, 1]
+    assert [[count for count, _ in moments] for moments in read] == 2 * [2 * [256]]
+    for one, other in zip(plain.param_groups[0]["params"], weights, strict=True):
+        assert torch.equal(one, other)
+        assert all(map(torch.equal, plain.state[one].moments, optimizer.state[other].moments))
+
+
+def test_a_step_is_one_launch_for_all_parameters_alike(monkeypatch) -> None:
+    pytest.importorskip("triton")
+    from fp8booster.kernels import tables_triton
+
+    launches: list[object] = []
+    monkeypatch.setattr(tables_triton, "launch", lambda kernel, *arguments, **options: launches.append(kernel))
+    calls = []
+    for count in (10, 30):
+        dtypes = count * [torch.bfloat16] + count * [torch.float32]
+        weights = [nn.Parameter(torch.ones(32, dtype=dtype)) for dtype in dtypes]
+        optimizer = AdamW(weights)
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        with idle_gpu():
+            optimizer.step()
+            launches.clear()
+            calls.append(python_calls(optimizer.step))
+        assert len(launches) == 2
+    # what the host does for each tensor, 20 times two of them, hardly grows
+    assert (calls[1] - calls[0]) / 40 < 12
 
 
 def test_a_closure_is_called_and_empty_parameters_are_left() -> None:
