@@ -30,7 +30,7 @@ from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.delivered import delivered_recipe
 from fp8booster.nn.weights.freshness import reusable
 from fp8booster.nn.weights.source import CachedWeight, WeightSource
-from fp8booster.nn.weights.stacking import are_stacked, stacked_view
+from fp8booster.nn.weights.stacking import are_stacked, stack_rows, stacked_view
 
 _in_training = attrgetter("training")
 _may_be_filled = attrgetter("fp8_weight.may_be_filled")
@@ -144,7 +144,7 @@ class MergedLayers(Merged):
         return config_around(self.layers) if casts is None else casts.config
 
     def __call__(self, input: Tensor) -> Tensor | None:
-        """As `Merged.__call__`; None too where BF16 is faster."""
+        """As `Merged.__call__`: in 16 bits where that is faster, or None there if ranks share the input."""
         if not (all(map(_in_training, self.layers)) and is_plain(input) and input.numel()):
             return None
         if FrozenFP8Linear in map(type, self.layers):  # it has no merged form, and to look at its weight decodes it
@@ -188,12 +188,16 @@ class MergedLayers(Merged):
             outputs += weight.shape[0]
             for_weight |= weight.requires_grad
         always = self.fp8_weight.always
-        if not (always or computes_in_fp8(config, rows, input.shape[-1], outputs, input.device)):
+        in_fp8 = always or computes_in_fp8(config, rows, input.shape[-1], outputs, input.device)
+        if not in_fp8 and exchange is not None:
             return None
         for layer in self.layers:  # the report asks each by itself
-            if not layer.in_fp8.get(rows):
-                require_fp8(input.device, config.emulate, config.granularity)
-                layer.in_fp8[rows] = True
+            if layer.in_fp8.get(rows) is not in_fp8:
+                if in_fp8:
+                    require_fp8(input.device, config.emulate, config.granularity)
+                layer.in_fp8[rows] = in_fp8
+        if not in_fp8:  # weights so small that a copy of them side by side costs nothing
+            return _product_of_stacked(input, stack_rows(weights), weights, self._bias())
         for_weight &= torch.is_grad_enabled()
         alone = exchange is None or exchange.input_key is None
         recipe = delivered_recipe(input) if for_weight and alone else None
@@ -281,7 +285,7 @@ class MergedLinears(Merged):
         ):
             return None
         weights = self.weights
-        return F.linear(input, _Stacked.apply(stacked_view(weights), *weights), self._bias())
+        return _product_of_stacked(input, stacked_view(weights), weights, self._bias())
 
     def _why_never(self) -> str | None:
         return super()._why_never() or (None if are_stacked(self.weights) else self._why_moved)
@@ -322,6 +326,11 @@ def merged_layers(model: nn.Module) -> list[MergedLayers]:
 def merged_linears(model: nn.Module) -> list[MergedLinears]:
     """Return the groups of nn.Linear layers that the modules of a model hold."""
     return held_by_modules(model, MergedLinears)
+
+
+def _product_of_stacked(input: Tensor, matrix: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+    """Return the product with a matrix that has weights as its rows, in its own precision, or that of autocast."""
+    return F.linear(input, _Stacked.apply(matrix, *weights), bias)
 
 
 class _Stacked(torch.autograd.Function):

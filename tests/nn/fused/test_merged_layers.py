@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from fp8booster import FP8Linear, report
 from fp8booster.nn.fused.merged_layers import MergedLayers, MergedLinears
+from fp8booster.nn.linear import speed_model
 
 BF16 = torch.bfloat16
 
@@ -38,13 +40,39 @@ def test_outputs_and_gradients_are_those_of_the_layers_side_by_side(kind, merged
     layers = [kind(64, size, bias=bias, dtype=torch.float32) for size in (32, 48, 16)]
     together, x = merged(layers), torch.randn(2, 8, 64, requires_grad=True)
     leaves = [x, *(parameter for layer in layers for parameter in layer.parameters())]
-    found, right = together(x), torch.cat([nn.functional.linear(x, each.weight, each.bias) for each in layers], -1)
+    found, right = together(x), torch.cat([F.linear(x, each.weight, each.bias) for each in layers], -1)
     dy = torch.randn_like(right)
     gradients = [torch.autograd.grad(y, leaves, dy) for y in (found, right)]
     exact = kind is nn.Linear
     for one, other in zip([found, *gradients[0]], [right, *gradients[1]], strict=True):
         assert (one - other).norm() <= (1e-5 if exact else 0.1) * other.norm()
     assert together.why_not_merged is None
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_layers_too_small_for_fp8_are_one_product_in_16_bits(bias: bool, autocast: bool, monkeypatch) -> None:
+    """Each with its own gradients; the report tells for how many tokens."""
+    monkeypatch.setattr(speed_model, "fp8_pays", lambda *_: False)
+    torch.manual_seed(0)
+    dtype = torch.float32 if autocast else BF16
+    layers = nn.ModuleList(FP8Linear(64, size, bias=bias, dtype=dtype) for size in (32, 48, 16))
+    together, x = MergedLayers(list(layers)), torch.randn(2, 8, 64, dtype=dtype, requires_grad=True)
+    leaves = [x, *layers.parameters()]
+    with torch.autocast("cpu", BF16, enabled=autocast):
+        found, right = together(x), torch.cat([F.linear(x, each.weight, each.bias) for each in layers], -1)
+    assert found.dtype is BF16
+    torch.testing.assert_close(found, right, rtol=1e-2, atol=1e-2)
+    dy = torch.randn_like(right)
+    for one, other in zip(*(torch.autograd.grad(y, leaves, dy) for y in (found, right)), strict=True):
+        assert one.dtype is other.dtype is dtype
+        assert (one - other).norm() <= 0.01 * other.norm()
+    assert together.why_not_merged is None
+    assert [layer.in_fp8 for layer in layers] == [{16: False}] * 3
+    assert {row.name for row in report(layers).other} == {"0", "1", "2"}
+    monkeypatch.setattr(speed_model, "fp8_pays", lambda *_: True)
+    together(torch.randn(3, 16, 64, dtype=BF16).to(dtype))
+    assert [layer.in_fp8 for layer in layers] == [{16: False, 48: True}] * 3
 
 
 @pytest.mark.parametrize(("kind", "merged"), KINDS)
