@@ -24,8 +24,11 @@ from fp8booster.kernels.tiles_triton import (
     tile_place,
 )
 
-# a processor; backward leaves partial sums of the gradients of weight and bias, one a program, so it has fewer
-FORWARD_PROGRAMS, BACKWARD_PROGRAMS = 8, 2
+FORWARD_PROGRAMS = 16  # a processor
+
+BACKWARD_VALUES, MOST_BACKWARD_PROGRAMS = 8192, 16
+"""Values of the rows in flight on a processor in backward, and its programs at most. Each leaves partial sums of the
+gradients of weight and bias, so there are no more of them than memory needs to be busy."""
 
 
 @triton.jit
@@ -212,9 +215,10 @@ def _launch(
 ) -> tuple[Launch, int]:
     """Return the launch of `row_norm_kernel` or its backward, and its number of programs."""
     rows, columns = shape
-    most = (BACKWARD_PROGRAMS if backward else FORWARD_PROGRAMS) * processors(device)
-    programs = min(rows, max(kinds, most // kinds * kinds))  # so many that a program's rows are all of one kind
     block = max(GROUP, block_over(columns))
+    at_once = min(MOST_BACKWARD_PROGRAMS, max(1, BACKWARD_VALUES // block)) if backward else FORWARD_PROGRAMS
+    most = at_once * processors(device)
+    programs = min(rows, max(kinds, most // kinds * kinds))  # so many that a program's rows are all of one kind
     warps = min(16, max(4, block // 512))  # a thread holds 16 values, up to a row of 8192
     kernel = row_norm_backward_kernel if backward else row_norm_kernel
     return Launch(kernel, programs, (rows, columns, kinds), num_warps=warps, **constants, BLOCK=block), programs

@@ -44,8 +44,8 @@ from fp8booster.nn.weights.delivered import delivered_amax
 from fp8booster.scaling import INPUT, OUTPUT_GRADIENT
 from fp8booster.tensor import QuantizedMatrix
 
-CHUNK_BYTES = 512 * 2**20
-"""Logits of a chunk by default: 8192 tokens of 32000 in 16 bits are one chunk, 16384 tokens of 128256 are eight."""
+CHUNK_BYTES = 2**30
+"""Logits of a chunk by default: 16384 tokens of 32000 in 16 bits are one chunk, of 128256 four."""
 
 ROWS = 128
 """Chunks are multiples of this many tokens, whole tiles of the products."""

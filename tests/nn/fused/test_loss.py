@@ -462,7 +462,8 @@ def test_default_chunks_fit_the_budget_and_are_of_one_size(vocabulary, tokens) -
     count = -(-tokens // chunk)
     assert tokens > chunk * count - loss_module.ROWS * count
     assert default_chunk(8192, 32000, 4096, 2) == 8192
-    assert default_chunk(16384, 128256, 4096, 2) == 2048
+    assert default_chunk(16384, 32000, 2048, 2) == 16384
+    assert default_chunk(16384, 128256, 4096, 2) == 4096
     assert default_chunk(8192, 256000, 8192, 2) == 4096  # half of the weight
 
 
