@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from colossalai.booster.plugin.hybrid_parallel_plugin import HybridParallelAMPOptimizer, HybridParallelZeroOptimizer
 from colossalai.booster.plugin.moe_hybrid_parallel_plugin import MoeHybridParallelZeroOptimizer
-from colossalai.tensor.moe_tensor.api import is_moe_tensor
 from colossalai.zero.low_level.bookkeeping import BucketStore
 from torch import nn
 
@@ -19,6 +18,7 @@ from fp8booster.colossal.boosted_optimizer import BoostedOptimizer
 from fp8booster.colossal.hybrid.gradients import SharedSquares, is_replicated, partial_sums, stage_sums
 from fp8booster.colossal.hybrid.model import FP8HybridParallelModule
 from fp8booster.colossal.hybrid.sums import SummedGradients
+from fp8booster.colossal.zero.buckets import GradientBucket
 from fp8booster.colossal.zero.noted_norms import forget_norm, noted_norms
 from fp8booster.colossal.zero.optimizer import FP8ZeroOptimizer
 from fp8booster.config import FP8Config
@@ -106,7 +106,7 @@ class FP8HybridParallelZeroOptimizer(_SpreadsSums, FP8ZeroOptimizer, HybridParal
         """Give the gradients of parameters that every tensor parallel rank holds buckets of their own."""
         for group, parameters in self.pg_to_param_list.items():
             # beside gradients of shards in a block they would have another scale on each rank, and the copies diverge
-            bucket = BucketStore(group, self._reduce_bucket_size)
+            bucket = GradientBucket.convert_in_place(BucketStore(group, self._reduce_bucket_size))
             self.pg_to_bucket_store["replicated", group] = bucket
             for parameter in filter(is_replicated, parameters):
                 self.pid_to_bucket_store[id(parameter)] = bucket
@@ -138,14 +138,9 @@ class FP8HybridParallelZeroOptimizer(_SpreadsSums, FP8ZeroOptimizer, HybridParal
         Colossal-AI adds up norms where there are two process groups, as with experts, and leaves out those that other
         ranks hold (low_level_optim.py:575), so that ranks clip by different norms. Here it is one norm.
         """
-        pairs = [
-            (parameter, gradient)
-            for group_id, parameters in self._working_param_groups.items()
-            for parameter in parameters
-            if (gradient := self.pid_to_grad_store[id(parameter)].gradient(group_id, id(parameter))) is not None
-        ]
-        norms = noted_norms([gradient for _, gradient in pairs])
-        squares = self.shared_squares.own(zip((parameter for parameter, _ in pairs), norms, strict=True))
+        gradients = self._gradients()
+        norms = noted_norms(list(gradients.values()))
+        squares = self.shared_squares.own(zip((each.working for each in gradients), norms, strict=True))
         # in the widest group no two ranks hold a part of the same: those of experts lie within it
         ranks = max(self.pg_to_grad_store, key=dist.get_world_size)
         # over one rank it changes nothing, and costs the host a launch
@@ -166,18 +161,3 @@ class FP8MoeHybridParallelZeroOptimizer(FP8HybridParallelZeroOptimizer, MoeHybri
 
     Gradients of experts are reduced over the ranks that hold the same experts, others over all data parallel ranks.
     """
-
-    def _sync_grad(self) -> None:
-        """Reduce what hooks left, and zeros for experts without a gradient (zero/low_level/low_level_optim.py:723)."""
-        for group_id, parameters in self._working_param_groups.items():
-            for parameter in parameters:
-                if not parameter.requires_grad:
-                    continue
-                # Colossal-AI takes an expert whose gradient the hooks have reduced for one without
-                is_reduced = self.pid_to_grad_store[id(parameter)].holds(group_id, id(parameter))
-                if parameter.grad is None and is_moe_tensor(parameter) and not is_reduced:
-                    # ranks with tokens for it wait for this one's part of the message
-                    parameter.grad = torch.zeros_like(parameter)
-                if parameter.grad is not None:
-                    self._add_to_bucket(parameter, group_id)
-        self._run_reduction()

@@ -52,13 +52,8 @@ stands for 64 MiB of BF16 at 435 GB/s of BF16's bytes, for 512 MiB at 559 ("not 
 benchmarks/results/h200/collectives-4-one-sided)."""
 
 
-class Shard(NamedTuple):
-    """This rank's part of a weight's master, on the weight's device."""
-
-    values: torch.Tensor
-
-    amax: torch.Tensor | None = None
-    """float32 [], where it is known already."""
+Shard = tuple[torch.Tensor, torch.Tensor | None]
+"""This rank's part of a weight's master, and its amax where that is known: float32 []. Both on the weight's device."""
 
 
 @dataclass(eq=False)
@@ -113,12 +108,12 @@ class WeightBatch:
 
     def agree(self, given: Mapping[GatheredWeight, Shard], ranks: dist.ProcessGroup) -> torch.Tensor:
         """Return the amax that each weight is cast by, float32 [weights]."""
-        values, amaxes = zip(*(given[each] for each in self.weights), strict=True)
+        values, amaxes = zip(*map(given.__getitem__, self.weights), strict=True)
         return self.sharded.agree(values, ranks, amaxes)
 
     def cast(self, given: Mapping[GatheredWeight, Shard], amaxes: torch.Tensor) -> None:
         """Cast this rank's shards of the master weights, into `messages`."""
-        self.sharded.cast([given[each].values for each in self.weights], amaxes, self._own, self.inverse_scales)
+        self.sharded.cast([given[each][0] for each in self.weights], amaxes, self._own, self.inverse_scales)
         observer.count(NAME, len(self.weights), *self._bytes)
 
     def unpack(self) -> None:
@@ -309,7 +304,7 @@ class GatheredWeights:
         masters = self._optimizer.working_to_master_param
         # one without a gradient is cast again too: its group's scale may have changed
         weights = {other: other.layer.held_weight for other in self._plan.others}
-        given = {**given, **{each: Shard(masters[id(weight)].to(weight.device)) for each, weight in weights.items()}}
+        given = {**given, **{each: (masters[id(weight)].to(weight.device), None) for each, weight in weights.items()}}
         with self._beside():
             for ranks, batches in self._plan.batches:
                 self._send(batches, given, ranks)

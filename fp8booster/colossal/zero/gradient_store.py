@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from colossalai.accelerator import get_accelerator
 from colossalai.zero.low_level.bookkeeping import GradientStore
@@ -9,6 +11,9 @@ from colossalai.zero.low_level.bookkeeping import GradientStore
 from fp8booster.kernels.group_codes import GroupCodes
 from fp8booster.nn.modules import change_class
 from fp8booster.optim.gradient_sums import GradientSum, added, value_of
+
+Place = tuple[int, int]
+"""The number of a parameter group, and the id of one of its parameters."""
 
 
 class AccumulatedGradients(GradientStore):
@@ -41,23 +46,26 @@ class AccumulatedGradients(GradientStore):
         """Tell whether there is a gradient of this parameter."""
         return bool(self._grads_of_params.get(group_id, {}).get(param_id))
 
-    def add(self, gradient: torch.Tensor, group_id: int, param_id: int) -> GradientSum:
-        """Add a micro-batch's gradient, on the current stream, to those before it; the sum, as it is kept."""
-        held = self._grads_of_params.setdefault(group_id, {}).setdefault(param_id, [])
-        before = held.pop() if held else None
-        self.adds_up |= before is not None
-        total = self._sum(before, gradient, param_id)
-        held.append(total)
-        self._dtype = gradient.dtype
-        # Colossal-AI maps gradients by `id`, which a new tensor may get once the old one is freed
-        if before is not None:
-            self.grad_to_param_mapping.pop(id(before), None)
-        self.grad_to_param_mapping[id(total)] = param_id
-        return total
+    def add(self, gradients: Sequence[torch.Tensor], places: Sequence[Place]) -> list[GradientSum]:
+        """Add gradients of a micro-batch, on the current stream, to those before them; the sums, as they are kept."""
+        sums: list[GradientSum] = []
+        for gradient, (group_id, param_id) in zip(gradients, places, strict=True):
+            held = self._grads_of_params.setdefault(group_id, {}).setdefault(param_id, [])
+            # one alone in 32 bits stays as it is
+            total = self._sum(held, gradient, param_id) if held or self.kind != "32-bit" else gradient
+            held.append(total)
+            self.grad_to_param_mapping[id(total)] = param_id
+            sums.append(total)
+        self._dtype = gradients[0].dtype
+        return sums
 
-    def _sum(self, before: GradientSum | None, gradient: torch.Tensor, param_id: int) -> GradientSum:
-        if before is None and self.kind == "32-bit":
-            return gradient
+    def _sum(self, held: list[GradientSum], gradient: torch.Tensor, param_id: int) -> GradientSum:
+        """Return the sum of a gradient and of what is held, which is no longer."""
+        before = held.pop() if held else None
+        if before is not None:
+            self.adds_up = True
+            # Colossal-AI maps gradients by `id`, which a new tensor may get once the old one is freed
+            self.grad_to_param_mapping.pop(id(before), None)
         if isinstance(before, torch.Tensor):
             # without masters the gradient is of the weight's dtype, in which Colossal-AI adds too
             if self.kind == "32-bit" and not self._widens:
@@ -75,10 +83,16 @@ class AccumulatedGradients(GradientStore):
             self.grad_to_param_mapping[id(held[0])] = param_id
         return held
 
-    def gradient(self, group_id: int, param_id: int) -> torch.Tensor | None:
-        """Return this rank's part of a parameter's gradient, decoded; None: there is none."""
-        held = self._decode(group_id, param_id)
-        return held[0] if held else None
+    def gradients(self, group_id: int) -> Mapping[int, Sequence[torch.Tensor]]:
+        """Return this rank's parts of the gradients of a group's parameters, decoded, by the ids of these: one or none.
+
+        Where there is no gradient, a parameter has an empty sequence, or no entry.
+        """
+        of_group = self._grads_of_params.get(group_id, {})
+        if self.kind == "8-bit":
+            for param_id in of_group:
+                self._decode(group_id, param_id)
+        return of_group
 
     def get_partitioned_gradients_by_param_id(self, group_id: int, param_id: int) -> list[torch.Tensor]:
         """As it is, decoded."""
@@ -87,8 +101,7 @@ class AccumulatedGradients(GradientStore):
 
     def get_working_grads_by_group_id(self, group_id: int) -> list[torch.Tensor]:
         """As it is, decoded."""
-        for param_id in self._grads_of_params.get(group_id, {}):
-            self._decode(group_id, param_id)
+        self.gradients(group_id)
         return super().get_working_grads_by_group_id(group_id)
 
     def get_working_grad_by_param_id(self, param_id: int) -> torch.Tensor | None:

@@ -10,10 +10,6 @@ from collections.abc import Sequence
 import torch
 
 from fp8booster.kernels.norms import norms_of
-from fp8booster.optim.gradient_sums import GradientSum
-
-NORM_BYTES = 2**29
-"""Gradients whose norms are found at once, beside backward."""
 
 _ATTRIBUTE = "_fp8booster_norm"
 
@@ -36,17 +32,3 @@ def noted_norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     if changed:
         note_norms(changed)
     return [getattr(each, _ATTRIBUTE)[1] for each in gradients]
-
-
-class NormQueue:
-    """Gradients that were reduced and whose norms are yet to be found, many at once: a launch takes the host time."""
-
-    def __init__(self) -> None:
-        self.waiting: list[GradientSum] = []
-
-    def add(self, gradients: Sequence[GradientSum]) -> None:
-        """Append gradients, and find the norms of all when they are many."""
-        self.waiting += gradients
-        if sum(each.nbytes for each in self.waiting) >= NORM_BYTES:
-            note_norms(self.waiting)
-            self.waiting.clear()

@@ -15,27 +15,27 @@ the buckets as backward makes them, so that the blocks that share a scale, and w
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
 from colossalai.accelerator import get_accelerator
 from colossalai.nn.optimizer import DistributedLamb
+from colossalai.tensor.moe_tensor.api import is_moe_tensor
 from colossalai.zero.low_level import LowLevelZeroOptimizer
 from colossalai.zero.low_level._utils import all_gather_into_flat_tensor_nd, get_nd_rank, release_param_grad
-from colossalai.zero.low_level.bookkeeping import BucketStore
 from colossalai.zero.low_level.zero_hook import set_all_gather_handle
 from torch import nn
 from torch.distributed import ReduceOp
 
 from fp8booster import comm
 from fp8booster.colossal.boosted_optimizer import BoostedOptimizer
-from fp8booster.colossal.zero.gathered_weights import GatheredWeight, GatheredWeights, Shard
+from fp8booster.colossal.zero.buckets import GradientBucket, Trained
+from fp8booster.colossal.zero.gathered_weights import GatheredWeights
 from fp8booster.colossal.zero.gradient_store import AccumulatedGradients
-from fp8booster.colossal.zero.noted_norms import NormQueue, noted_norms
+from fp8booster.colossal.zero.noted_norms import noted_norms
 from fp8booster.comm import AutomaticScaling, Encoding
 from fp8booster.comm.transport import gather_many
 from fp8booster.config import FP8Config
@@ -44,22 +44,7 @@ from fp8booster.nn.modules import change_class
 from fp8booster.optim import AdamW, one_pass
 from fp8booster.optim.steps import clipping_divisor
 
-
-class Update(NamedTuple):
-    """A parameter that is updated, or sent as if it had been."""
-
-    working: nn.Parameter
-
-    master: torch.Tensor
-    """This rank's shard."""
-
-    group_id: int
-
-    gathered: GatheredWeight | None
-    """The FP8 memory that it is sent in; None: it is sent in the working dtype."""
-
-    gradient: torch.Tensor | None = None
-    """This rank's part, on the master's device."""
+_ADDS_UP = attrgetter("adds_up")
 
 
 class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
@@ -81,13 +66,11 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
     updates_in_backward: bool
     """The optimizer inside updates a bucket's masters when it is reduced, and no gradient is kept for the step."""
 
-    _parameters: dict[nn.Parameter, Update]
-    """By working weight, in the order of the groups, without gradients."""
+    _trained: dict[int, Trained]
+    """By the id of the working weight, in the order of the groups."""
 
-    _updated_amaxes: dict[nn.Parameter, torch.Tensor]
-    """Of each working weight that this backward has updated the master of, the amax of this rank's shard."""
-
-    _norms: defaultdict[BucketStore, NormQueue]
+    _updated_amaxes: dict[Trained, torch.Tensor]
+    """Of each parameter that this backward has updated the master of, the amax of this rank's shard."""
 
     _warned_of_no_sync: bool = False
 
@@ -106,14 +89,8 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         # the object stays: Colossal-AI's hooks on the parameters refer to it
         change_class(optimizer, cls)
         optimizer.trained = model
-        optimizer.gathered_weights = sent = GatheredWeights(model, optimizer)
-        masters = optimizer.working_to_master_param
-        optimizer._parameters = {
-            working: Update(working, masters[id(working)], group_id, sent.of(working))
-            for group_id, group in optimizer._working_param_groups.items()
-            for working in group
-        }
-        optimizer._norms, optimizer._updated_amaxes = defaultdict(NormQueue), {}
+        optimizer.gathered_weights = GatheredWeights(model, optimizer)
+        optimizer._updated_amaxes = {}
         optimizer.gradient_encoding = config.messages or Encoding()
         optimizer.automatic_scaling = None
         if optimizer.gradient_encoding.automatic_scaling:
@@ -126,38 +103,72 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         optimizer.updates_in_backward = isinstance(optimizer.optim, AdamW) and optimizer.optim.updates_in_backward
         for store in optimizer.pg_to_grad_store.values():
             AccumulatedGradients.convert_in_place(store, config.gradient_accumulation, widens=optimizer._master_weights)
+        for bucket in optimizer.pg_to_bucket_store.values():
+            GradientBucket.convert_in_place(bucket)
+        optimizer._trained = {
+            id(working): optimizer._known_of(working, group_id)
+            for group_id, group in optimizer._working_param_groups.items()
+            for working in group
+        }
         if not optimizer.grad_handles:
             optimizer._attach_reduction_hook()  # Colossal-AI has none in stage 1 without overlap
+
+    def _known_of(self, working: nn.Parameter, group_id: int) -> Trained:
+        """Gather what the stores know of a parameter."""
+        key = id(working)
+        padding, ranks = self.get_param_padding_size(working), self.pid_to_bucket_store[key].world_size
+        return Trained(
+            working,
+            self.working_to_master_param[key],
+            group_id,
+            self.gathered_weights.of(working),
+            self.pid_to_grad_store[key],
+            padding,
+            (working.numel() + padding) // ranks % (self.gradient_encoding.block_size or 1) != 0,
+            is_moe_tensor(working),
+        )
 
     # --- backward: buckets of gradients are reduced, and each rank keeps its part
 
     def _add_to_bucket(self, param: nn.Parameter, group_id: int) -> None:
         # in Colossal-AI a bucket ends where the parameter group changes, and with vectors in a group of their own,
         # without weight decay, that is in each layer: many messages, too small for FP8
-        bucket = self.pid_to_bucket_store[id(param)]
-        waiting = bucket.num_elements_in_bucket()
-        if waiting and waiting + param.numel() > self._reduce_bucket_size:
+        bucket, trained = self.pid_to_bucket_store[id(param)], self._trained[id(param)]
+        if bucket.trained and bucket.values + param.numel() > self._reduce_bucket_size:
             self._reduce_bucket(bucket)  # this one alone: others may still fill
-        bucket.add_param_grad(group_id, param, self.get_param_padding_size(param))
+        bucket.trained.append(trained)
+        bucket.values += trained.values
 
     def _reduce_grad(self, partition_grad: bool) -> None:
         """Reduce what the hooks left: the last bucket, and what earlier micro-batches alone gave (`no_sync`)."""
         self._run_reduction()
         self._sync_grad()
 
+    def _sync_grad(self) -> None:
+        """Reduce what hooks left, and zeros for experts without a gradient (zero/low_level/low_level_optim.py:723)."""
+        for each in self._trained.values():
+            working = each.working
+            # Colossal-AI takes an expert whose gradient the hooks have reduced for one without
+            if working.grad is None and each.is_expert and working.requires_grad and not each.store.holds(*each.place):
+                # ranks with tokens for it wait for this one's part of the message
+                working.grad = torch.zeros_like(working)
+            if working.grad is not None and working.requires_grad:
+                self._add_to_bucket(working, each.group_id)
+        self._run_reduction()
+
     def _run_reduction(self) -> None:
         accelerator = get_accelerator()
         for bucket in self.pg_to_bucket_store.values():
-            if bucket.num_elements_in_bucket() > 0:
+            if bucket.trained:
                 self._reduce_bucket(bucket)
-            self._norms[bucket].waiting.clear()  # the step finds the norms of the last ones
+            bucket.leave_norms()
             # the step reads the sums on the current stream, and the host need not wait for them
             if self.reduces_beside_backward and accelerator.name == "cuda":
                 accelerator.current_stream().wait_stream(bucket.comm_stream)
 
-    def _reduce_bucket(self, bucket: BucketStore) -> None:
+    def _reduce_bucket(self, bucket: GradientBucket) -> None:
         """Reduce-scatter a bucket's gradients; add this rank's part of each to its sum, or update the master by it."""
-        parameters, gradients = _taken_out(bucket, self.gradient_encoding.block_size or 1)
+        trained, gradients = bucket.take_out()
         if self.updates_in_backward:
             self.gathered_weights.wait()  # it overwrites what they are cast from
         accelerator = get_accelerator()
@@ -173,16 +184,14 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         with accelerator.stream(stream):
             parts = self._reduced(bucket, gradients)
             if self.updates_in_backward:
-                self._update(dict(zip(parameters, parts, strict=True)))
+                self._update(dict(zip(trained, parts, strict=True)))
                 return
-            sums = []
-            for parameter, part in zip(parameters, parts, strict=True):
-                store = self.pid_to_grad_store[id(parameter)]
-                sums.append(store.add(part, self._parameters[parameter].group_id, id(parameter)))
+            store = trained[0].store  # of the ranks of the bucket
+            sums = store.add(parts, [each.place for each in trained])
             if store.kind != "8-bit":  # whose norms are those of what the step decodes
-                self._norms[bucket].add(sums)
+                bucket.find_norms(sums)
 
-    def _reduced(self, bucket: BucketStore, gradients: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def _reduced(self, bucket: GradientBucket, gradients: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return this rank's parts of the means over ranks.
 
         Sums are FP32 and rounded once, to BF16 where gradients are BF16, as Colossal-AI's sums are: the optimizer reads
@@ -194,9 +203,9 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         if self._communication_dtype is not None:
             gradients = [gradient.to(self._communication_dtype) for gradient in gradients]
         # graphs write the gradients of the next backward where those of this one lie, which are copied if they stay
-        stays = any(store.adds_up for store in self.pg_to_grad_store.values())
+        stays = True in map(_ADDS_UP, self.pg_to_grad_store.values())
         if bucket.world_size == 1 and not stays and self.automatic_scaling is None:
-            return [gradient.to(kept) for gradient in gradients]
+            return [gradient if gradient.dtype is kept else gradient.to(kept) for gradient in gradients]
         groups = bucket.torch_pg if isinstance(bucket.torch_pg, tuple) else (bucket.torch_pg,)
         for group, ranks in zip(groups, bucket.sizes, strict=True):
             sizes = [gradient.numel() // ranks for gradient in gradients]
@@ -213,8 +222,8 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
                 gradients = part.split(sizes)
         return part.to(kept).split(sizes)
 
-    def _update(self, gradients: Mapping[nn.Parameter, torch.Tensor]) -> None:
-        """Update the masters of working weights, given this rank's parts of their gradients.
+    def _update(self, gradients: Mapping[Trained, torch.Tensor]) -> None:
+        """Update masters, given this rank's parts of their gradients.
 
         Raises:
             RuntimeError: one has been updated since the last step.
@@ -225,7 +234,7 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
                 "a second backward has come before step(), and the optimizer updates in backward; call step() after "
                 "each backward, or make the optimizer without update_in_backward"
             )
-        self._updated_amaxes |= self._in_one_pass(self._with(gradients), None)
+        self._updated_amaxes |= self._in_one_pass(gradients, None)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """As it is; the gradients of such micro-batches add up whole, in `.grad`."""
@@ -271,13 +280,14 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         if self.updates_in_backward:
             # emptied before anything can raise: the next backward may update each weight again
             amaxes, self._updated_amaxes = self._updated_amaxes, {}
-            updates = [update for working, update in self._parameters.items() if working in amaxes]
+            updated = [each for each in self._trained.values() if each in amaxes]
             self._step_of_nothing()
-            works = self._gather(_in_16_bits(updates))
+            works = self._gather(_in_16_bits(updated))
         else:
-            updates = self._with_gradients()
-            works, amaxes = self._step_optimizer(updates, divisor)
-        self._publish(updates, works, amaxes)
+            gradients = self._gradients()
+            updated = list(gradients)
+            works, amaxes = self._step_optimizer(gradients, divisor)
+        self._publish(updated, works, amaxes)
 
     def forget_step(self) -> None:
         """As `BoostedOptimizer.forget_step`; counts of automatic scaling too."""
@@ -285,19 +295,17 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         if self.automatic_scaling is not None:
             self.automatic_scaling.forget_step()
 
-    def _with(self, gradients: Mapping[nn.Parameter, torch.Tensor]) -> list[Update]:
-        """Return the updates of working weights by their gradients, which come to the masters' devices."""
-        updates = [(self._parameters[working], gradient) for working, gradient in gradients.items()]
-        return [Update(*update[:-1], _on(update.master.device, gradient)) for update, gradient in updates]
-
-    def _with_gradients(self) -> list[Update]:
-        """Return the updates of a step; parameters without a gradient, such as of a dropped layer, are left out."""
-        updates = []
-        for update in self._parameters.values():  # no mapping: a tensor's hash costs a call each time
-            gradient = self.pid_to_grad_store[id(update.working)].gradient(update.group_id, id(update.working))
-            if gradient is not None:
-                updates.append(Update(*update[:-1], _on(update.master.device, gradient)))
-        return updates
+    def _gradients(self) -> dict[Trained, torch.Tensor]:
+        """Return this rank's parts of the gradients; those without one, such as of a dropped layer, are left out."""
+        found = {}
+        by_group: dict[tuple[AccumulatedGradients, int], Mapping[int, Sequence[torch.Tensor]]] = {}
+        for each in self._trained.values():
+            of_group = by_group.get((each.store, each.group_id))
+            if of_group is None:
+                of_group = by_group[each.store, each.group_id] = each.store.gradients(each.group_id)
+            if held := of_group.get(each.place[1]):
+                found[each] = held[0]
+        return found
 
     def _divisor(self) -> torch.Tensor | None:
         """Find the divisor of gradients, which undoes the loss scale and clips by the norm over all ranks.
@@ -334,21 +342,21 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         return squares.sqrt()
 
     def _step_optimizer(
-        self, updates: list[Update], divisor: torch.Tensor | None
-    ) -> tuple[list[dist.Work], dict[nn.Parameter, torch.Tensor]]:
+        self, gradients: Mapping[Trained, torch.Tensor], divisor: torch.Tensor | None
+    ) -> tuple[list[dist.Work], dict[Trained, torch.Tensor]]:
         """Step with the masters that have a gradient, and begin to send the weights that are sent in 16 bits.
 
         Where the optimizer is one of torch's, it is one pass over memory, over these weights first: the next forward
         reads them first, and they are sent while the others are updated.
 
         Args:
-            updates: of what has a gradient.
+            gradients: of what is updated, in the order of the groups.
             divisor: of gradients; None: they are not divided.
 
         Returns:
             the gathers of weights in 16 bits, and the amax of each master where it is known: float32 [], on its device.
         """
-        in_16_bits = _in_16_bits(updates)
+        in_16_bits = _in_16_bits(gradients)
         # asked at each step: hooks may come and go
         reason = one_pass.why_not(self.optim)
         if reason != self._why_by_itself:
@@ -356,14 +364,14 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
             if reason is not None:
                 self._logger.info(f"The optimizer steps by itself, in more passes: {reason}.", ranks=[0])
         if reason is None:
-            amaxes = self._in_one_pass(in_16_bits, divisor)
+            amaxes = self._in_one_pass({each: gradients[each] for each in in_16_bits}, divisor)
             works = self._gather(in_16_bits)
-            amaxes |= self._in_one_pass([each for each in updates if each.gathered is not None], divisor)
+            amaxes |= self._in_one_pass({each: gradients[each] for each in _in_fp8(gradients)}, divisor)
             self._step_of_nothing()
             return works, amaxes
-        self._attach(updates, divisor)
+        self._attach(gradients, divisor)
         for group_id, group in enumerate(self.optim.param_groups):
-            group["params"] = [update.master for update in updates if update.group_id == group_id]
+            group["params"] = [each.master for each in gradients if each.group_id == group_id]
         self.optim.step()
         self._give_back_masters()
         # as Colossal-AI's step does: a master's gradient is FP32, as large as the master
@@ -382,22 +390,29 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         for group_id, masters in self._master_param_groups_of_current_rank.items():
             self.optim.param_groups[group_id]["params"] = masters
 
-    def _in_one_pass(self, updates: Sequence[Update], divisor: torch.Tensor | None) -> dict[nn.Parameter, torch.Tensor]:
-        """Update masters, and return the amax of each by its working weight."""
-        amaxes: dict[nn.Parameter, torch.Tensor] = {}
+    def _in_one_pass(
+        self, gradients: Mapping[Trained, torch.Tensor], divisor: torch.Tensor | None
+    ) -> dict[Trained, torch.Tensor]:
+        """Update masters by gradients on any devices, and return the amax of each."""
+        amaxes: dict[Trained, torch.Tensor] = {}
         for group_id, group in enumerate(self.optim.param_groups):
-            of_group = [update for update in updates if update.group_id == group_id]
-            masters, gradients = [each.master for each in of_group], [each.gradient for each in of_group]
-            found = one_pass.step_group(self.optim, group, masters, gradients, divisor)
-            amaxes.update(zip((each.working for each in of_group), found, strict=True))
+            of_group = [each for each in gradients if each.group_id == group_id]
+            masters = [each.master for each in of_group]
+            # where masters are offloaded, gradients come to them; a look takes less than a call of `to`
+            given = [
+                gradient if gradient.device == master.device else gradient.to(master.device)
+                for master, gradient in zip(masters, map(gradients.__getitem__, of_group), strict=True)
+            ]
+            found = one_pass.step_group(self.optim, group, masters, given, divisor)
+            amaxes.update(zip(of_group, found, strict=True))
         return amaxes
 
-    def _attach(self, updates: list[Update], divisor: torch.Tensor | None) -> None:
+    def _attach(self, gradients: Mapping[Trained, torch.Tensor], divisor: torch.Tensor | None) -> None:
         """Give masters their gradients, of their dtype and divided, for an optimizer that steps by itself."""
-        masters = [update.master for update in updates]
-        for master, update in zip(masters, updates, strict=True):
+        masters = [each.master for each in gradients]
+        for master, gradient in zip(masters, gradients.values(), strict=True):
             # torch takes no gradient of another type than the parameter's
-            master.grad = update.gradient.to(master.dtype)
+            master.grad = gradient.to(master)
         if divisor is not None:
             for device in {master.device for master in masters}:  # offloaded ones lie on the CPU
                 torch._foreach_div_([master.grad for master in masters if master.device == device], divisor.to(device))
@@ -405,33 +420,32 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
     # --- after it: all ranks get the new weights
 
     def _publish(
-        self, updates: list[Update], works: list[dist.Work], amaxes: Mapping[nn.Parameter, torch.Tensor]
+        self, updated: Sequence[Trained], works: list[dist.Work], amaxes: Mapping[Trained, torch.Tensor]
     ) -> None:
         """Send the new weights of FP8 layers in FP8 to all ranks, and wait for the others.
 
         Args:
-            updates: of what is sent in all.
+            updated: all that is sent.
             works: the gathers of what is sent in 16 bits, under way.
-            amaxes: of the masters, by working weight, where they are known.
+            amaxes: of the masters, where they are known.
         """
-        device = get_accelerator().get_current_device()
-        shards = {}
-        for working, master, _, gathered, _ in updates:
-            if gathered is not None:
-                amax = amaxes.get(working)
-                shards[gathered] = Shard(_on(device, master), None if amax is None else _on(device, amax))
+        in_fp8, device = _in_fp8(updated), get_accelerator().get_current_device()
+        # offloaded masters come here; a look takes less than a call of `to`
+        masters = [each.master if each.master.device == device else each.master.to(device) for each in in_fp8]
+        known = [amax if amax is None or amax.device == device else amax.to(device) for amax in map(amaxes.get, in_fp8)]
+        shards = zip(masters, known, strict=True)
         # first: where it has a stream of its own, it goes on while the current one waits for the others
-        self.gathered_weights.publish(shards)
+        self.gathered_weights.publish(dict(zip([each.gathered for each in in_fp8], shards, strict=True)))
         for work in works:
             work.wait()
         # a graph that still holds the former values must not go backward with these; Colossal-AI writes past torch's
         # count
-        torch.autograd.graph.increment_version([update.working for update in _in_16_bits(updates)])
+        torch.autograd.graph.increment_version([each.working for each in _in_16_bits(updated)])
 
     def publish_masters(self) -> None:
         """Send every weight as a step would, after the masters were set from outside; every rank calls it."""
-        updates = list(self._parameters.values())
-        self._publish(updates, self._gather(_in_16_bits(updates)), {})
+        trained = list(self._trained.values())
+        self._publish(trained, self._gather(_in_16_bits(trained)), {})
 
     def update_master_params(self, model: nn.Module) -> None:
         """As Colossal-AI's, which sets the masters to weights that were loaded.
@@ -449,38 +463,35 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         """
         self.gathered_weights.restore()
         with self.gathered_weights.values_of_masters():
-            self._gather([update for update in self._parameters.values() if update.gathered is not None], wait=True)
+            self._gather(_in_fp8(self._trained.values()), wait=True)
 
     def groups_that_gather(self) -> list[dist.ProcessGroup]:
         """Return the groups of ranks over which `gather_working_weights` communicates."""
-        in_fp8 = [working for working, update in self._parameters.items() if update.gathered is not None]
-        return list(dict.fromkeys(self.param_to_pg[working] for working in in_fp8))
+        return list(dict.fromkeys(self.param_to_pg[each.working] for each in _in_fp8(self._trained.values())))
 
     def count_weights(self) -> tuple[int, int]:
         """Return (weights that are sent in FP8, all trained parameters)."""
-        return len(self.gathered_weights), len(self._parameters)
+        return len(self.gathered_weights), len(self._trained)
 
-    def _gather(self, updates: Sequence[Update], wait: bool = False) -> list[dist.Work]:
+    def _gather(self, sent: Sequence[Trained], wait: bool = False) -> list[dist.Work]:
         """Begin to gather master shards into working weights, as Colossal-AI does at the end of its step (:590).
 
         Args:
-            updates: of what is to be gathered.
+            sent: what is to be gathered.
             wait: for all of it; else for what is returned, and with `overlap_allgather` when it is used.
         """
         device = get_accelerator().get_current_device()
         messages: dict[dist.ProcessGroup, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         # rounded before they are sent, as Colossal-AI does: half the bytes, and each rank gets the same bits
-        shards = [_on(device, update.master.detach()).to(self._dtype) for update in updates]
-        self.gathered_weights.count_in_16_bits([update.working for update in updates], shards)
-        for update, shard in zip(updates, shards, strict=True):
-            group = self.param_to_pg[update.working]
-            padded = self._working_param_to_padded_working_param[update.working]
+        shards = [each.master.detach().to(device, self._dtype) for each in sent]
+        self.gathered_weights.count_in_16_bits([each.working for each in sent], shards)
+        for each, shard in zip(sent, shards, strict=True):
+            group = self.param_to_pg[each.working]
+            padded = self._working_param_to_padded_working_param[each.working]
             if isinstance(group, tuple):  # the second gather sends what the first received, so neither is late
                 all_gather_into_flat_tensor_nd(padded, shard, group)
             elif self._overlap_allgather and not wait:
-                set_all_gather_handle(
-                    update.working, all_gather_into_flat_tensor_nd(padded, shard, group, async_op=True)
-                )
+                set_all_gather_handle(each.working, all_gather_into_flat_tensor_nd(padded, shard, group, async_op=True))
             else:
                 messages.setdefault(group, []).append((padded, shard))
         works = [work for group, of_group in messages.items() for work in gather_many(of_group, group)]
@@ -490,36 +501,16 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         return works
 
 
-def _in_16_bits(updates: Sequence[Update]) -> list[Update]:
-    """Select those that are sent in the working dtype."""
-    return [update for update in updates if update.gathered is None]
-
-
 def zero_part_of(optimizer: LowLevelZeroOptimizer, master: torch.Tensor) -> int:
     """Return the place of a master shard among those of its parameter."""
     return get_nd_rank(optimizer.param_to_pg[optimizer.master_to_working_param[id(master)]])
 
 
-def _taken_out(bucket: BucketStore, block_size: int) -> tuple[list[nn.Parameter], list[torch.Tensor]]:
-    """Empty a bucket; return its parameters and their gradients, flat and padded as the masters are.
-
-    Those whose parts end within a block of values that share a scale come last: the others are encoded from where they
-    lie. A parameter that backward reached again while its gradient waited here, as checkpointed segments make it do,
-    has one gradient.
-    """
-    each_once = {id(entry[0]): entry for entry in zip(bucket._param_list, bucket._padding_size, strict=True)}
-    ranks = bucket.world_size
-    entries = sorted(each_once.values(), key=lambda entry: (entry[0].numel() + entry[1]) // ranks % block_size != 0)
-    bucket.reset_all()
-    gradients = []
-    for parameter, padding in entries:
-        gradient = parameter.grad.detach().flatten()
-        gradients.append(nn.functional.pad(gradient, [0, padding]) if padding else gradient)
-        # the list holds the memory now; a gradient left here would be added to by the next micro-batch
-        parameter.grad = None
-    return [parameter for parameter, _ in entries], gradients
+def _in_16_bits(trained: Iterable[Trained]) -> list[Trained]:
+    """Select what is sent in the working dtype."""
+    return [each for each in trained if each.gathered is None]
 
 
-def _on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on a device, where most lie already: a call of `to` takes longer than a look."""
-    return tensor if tensor.device == device else tensor.to(device)
+def _in_fp8(trained: Iterable[Trained]) -> list[Trained]:
+    """Select what is sent in FP8."""
+    return [each for each in trained if each.gathered is not None]

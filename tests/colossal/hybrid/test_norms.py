@@ -41,7 +41,7 @@ def test_gradients_are_clipped_by_the_norm_that_native_finds(case: str) -> None:
 def test_the_norm_is_that_of_sums_over_ranks_which_torch_does_not_count_as_changes(case: str) -> None:
     """Kernels write them so; norms of the parts are known by then."""
     from fp8booster.colossal.hybrid import sums
-    from fp8booster.colossal.zero import noted_norms
+    from fp8booster.colossal.zero import buckets
 
     add = comm.all_reduce_coalesced
     changed = []
@@ -52,7 +52,7 @@ def test_the_norm_is_that_of_sums_over_ranks_which_torch_does_not_count_as_chang
             add(tensors, *arguments, **named)
 
     # of so few gradients they would be found in the step
-    noted = mock.patch.object(noted_norms, "NORM_BYTES", 0)
+    noted = mock.patch.object(buckets, "NORM_BYTES", 0)
     with noted, mock.patch.object(sums.comm, "all_reduce_coalesced", add_unseen):
         run = start(fp8(CASES[case]), tiny_llama(**sizes(tie_word_embeddings=True)))
         assert_clips_by_one_norm(run, *(step[0] for step in batches(0, 2, 2)))

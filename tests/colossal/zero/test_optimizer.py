@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from colossalai.zero.low_level.bookkeeping import BucketStore
 from torch import nn
 
-from fp8booster.colossal.zero import noted_norms
+from fp8booster.colossal.zero import buckets
 from fp8booster.colossal.zero import optimizer as module
-from fp8booster.colossal.zero.noted_norms import NormQueue
-from fp8booster.colossal.zero.optimizer import FP8ZeroOptimizer, Update, _taken_out
+from fp8booster.colossal.zero.buckets import GradientBucket, Trained
+from fp8booster.colossal.zero.optimizer import FP8ZeroOptimizer
 
 
 def optimizer(**attributes: Any) -> FP8ZeroOptimizer:
@@ -51,24 +52,31 @@ def test_a_step_within_no_sync_does_nothing() -> None:
     assert made.step() is None
 
 
-class Bucket:
-    """As Colossal-AI's, of parameters and their padding."""
+class Stores:
+    """Stands for a store of gradients: keeps what is added."""
 
-    def __init__(self, *entries: tuple[nn.Parameter, int], ranks: int = 2) -> None:
-        self.world_size = ranks
-        self.reset_all()
-        for parameter, padding in entries:
-            self.add_param_grad(0, parameter, padding)
+    kind = "32-bit"
 
-    def reset_all(self) -> None:
-        self._param_list, self._padding_size = [], []
+    def __init__(self) -> None:
+        self.added: list[tuple[list[float], tuple[int, int]]] = []
 
-    def add_param_grad(self, group_id: int, parameter: nn.Parameter, padding: int) -> None:
-        self._param_list.append(parameter)
-        self._padding_size.append(padding)
+    def add(self, parts: list[torch.Tensor], places: list[tuple[int, int]]) -> list[torch.Tensor]:
+        self.added += [(part.tolist(), place) for part, place in zip(parts, places, strict=True)]
+        return list(parts)
 
-    def num_elements_in_bucket(self) -> int:
-        return sum(each.numel() for each in self._param_list) + sum(self._padding_size)
+
+def bucket_of(*trained: Trained, ranks: int = 2) -> GradientBucket:
+    """A bucket without a process group."""
+    made = object.__new__(BucketStore)
+    made._world_size = ranks
+    GradientBucket.convert_in_place(made)
+    made.trained, made.values = list(trained), sum(each.values for each in trained)
+    return made
+
+
+def trained(working: nn.Parameter, group_id: int = 0, **further: Any) -> Trained:
+    """A parameter whose master is of no account."""
+    return Trained(working, torch.zeros(2), group_id, **{"gathered": None, **further})
 
 
 def parameter(count: int) -> nn.Parameter:
@@ -80,10 +88,10 @@ def parameter(count: int) -> nn.Parameter:
 def test_a_bucket_is_reduced_before_it_would_overflow_and_holds_one_that_is_larger() -> None:
     sizes = (40, 60, 10, 300, 10, 90)
     parameters = [parameter(size) for size in sizes]
-    bucket, other, reduced = Bucket(), Bucket((parameter(99), 0)), []
+    bucket, other, reduced = bucket_of(), bucket_of(trained(parameter(99))), []
 
-    def reduce(of: Bucket) -> None:
-        reduced.append([each.numel() for each in of._param_list])
+    def reduce(of: GradientBucket) -> None:
+        reduced.append([each.working.numel() for each in of.trained])
         of.reset_all()
 
     made = optimizer(
@@ -91,32 +99,56 @@ def test_a_bucket_is_reduced_before_it_would_overflow_and_holds_one_that_is_larg
         pg_to_bucket_store={"one": bucket, "other": other},
         _reduce_bucket_size=100,
         _reduce_bucket=reduce,
-        get_param_padding_size=lambda each: 0,
+        _trained={id(each): trained(each) for each in parameters},
     )
     for each in parameters:
         made._add_to_bucket(each, 0)
     assert reduced == [[40, 60], [10], [300]]
-    assert [each.numel() for each in bucket._param_list] == [10, 90]
-    assert len(other._param_list) == 1
+    assert [each.working.numel() for each in bucket.trained] == [10, 90]
+    assert bucket.num_elements_in_bucket() == 100
+    assert len(other.trained) == 1
 
 
 def test_gradients_are_taken_out_once_padded_and_those_that_share_blocks_last() -> None:
-    ranks, block = 2, 8
-    within, whole, padded, twice = parameter(20), parameter(32), parameter(30), parameter(16)
-    bucket = Bucket((within, 0), (whole, 0), (padded, 2), (twice, 0), (twice, 0), ranks=ranks)
-    parameters, gradients = _taken_out(bucket, block)
-    assert [id(each) for each in parameters] == [id(each) for each in (whole, padded, twice, within)]
+    within, whole = trained(parameter(20), shares_blocks=True), trained(parameter(32))
+    padded, twice = trained(parameter(30), padding=2), trained(parameter(16))
+    bucket = bucket_of(within, whole, padded, twice, twice)
+    assert bucket.values == 20 + 32 + 32 + 2 * 16
+    taken, gradients = bucket.take_out()
+    assert taken == [whole, padded, twice, within]
     assert [each.numel() for each in gradients] == [32, 32, 16, 20]
     assert gradients[1].tolist() == [*range(1, 31), 0, 0]
     assert gradients[3].tolist() == [*range(1, 21)]
-    assert bucket._param_list == []
-    assert all(each.grad is None for each in parameters)
+    assert (bucket.trained, bucket.values) == ([], 0)
+    assert all(each.working.grad is None for each in taken)
 
 
-def update(number: int, group_id: int, gathered: object = None) -> Update:
+@pytest.mark.parametrize(("ranks", "block", "shares"), [(2, 8, True), (2, 5, False), (4, 5, False), (2, None, False)])
+def test_what_is_known_of_a_parameter_is_gathered_once(ranks: int, block: int | None, shares: bool) -> None:
+    working, master, store = parameter(18), torch.zeros(10), object()
+    made = optimizer(
+        working_to_master_param={id(working): master},
+        pid_to_bucket_store={id(working): bucket_of(ranks=ranks)},
+        pid_to_grad_store={id(working): store},
+        get_param_padding_size=lambda each: 2,
+        gathered_weights=SimpleNamespace(of=lambda each: "in FP8"),
+        gradient_encoding=SimpleNamespace(block_size=block),
+    )
+    known = made._known_of(working, 3)
+    assert (known.working is working, known.master is master, known.store is store) == (True, True, True)
+    assert (known.group_id, known.gathered, known.padding, known.is_expert) == (3, "in FP8", 2, False)
+    assert known.place == (3, id(working))
+    assert known.shares_blocks is shares
+
+
+def update(number: int, group_id: int, gathered: object = None) -> Trained:
     working = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
-    master = torch.full((2,), float(number))
-    return Update(working, master, group_id, gathered, torch.full((2,), 8.0 * number, dtype=torch.bfloat16))
+    return Trained(working, torch.full((2,), float(number)), group_id, gathered)
+
+
+def gradients_of(updated: list[Trained]) -> dict[Trained, torch.Tensor]:
+    """Eight times the master of each."""
+    return {each: (8 * each.master).bfloat16() for each in updated}
 
 
 def test_updates_keep_their_group_and_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,18 +163,19 @@ def test_updates_keep_their_group_and_their_order(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(module.one_pass, "step_group", step_group)
     made = optimizer(optim=SimpleNamespace(param_groups=[{"name": "a"}, {"name": "b"}]))
     divisor = torch.tensor(2.0)
-    amaxes = made._in_one_pass(updates, divisor)
-    assert [float(amaxes[each.working]) for each in updates] == [10.0, 20.0, 30.0, 40.0]
+    amaxes = made._in_one_pass(gradients_of(updates), divisor)
+    assert [float(amaxes[each]) for each in updates] == [10.0, 20.0, 30.0, 40.0]
     assert seen == [("a", [1, 3], divisor), ("b", [2, 4], divisor)]
 
 
 @pytest.mark.parametrize("divisor", [None, torch.tensor(4.0)])
 def test_an_optimizer_that_steps_by_itself_gets_gradients_of_the_masters_dtype(divisor: torch.Tensor | None) -> None:
     updates = [update(1, 0), update(2, 0)]
-    optimizer()._attach(updates, divisor)
+    gradients = gradients_of(updates)
+    optimizer()._attach(gradients, divisor)
     for each in updates:
         assert each.master.grad.dtype is torch.float32
-        assert torch.equal(each.master.grad, each.gradient.float() / (divisor or 1))
+        assert torch.equal(each.master.grad, gradients[each].float() / (divisor or 1))
 
 
 @pytest.mark.parametrize("order", [(None, 1, None, 2), (1, None, 2, None), (None, None), (1, 2)], ids=str)
@@ -150,9 +183,9 @@ def test_what_is_sent_in_16_bits_is_updated_first_and_each_amax_is_its_own(order
     updates = [update(number, 0, gathered) for number, gathered in enumerate(order)]
     done = []
 
-    def in_one_pass(of: list[Update], divisor: object) -> dict[nn.Parameter, float]:
+    def in_one_pass(of: dict[Trained, torch.Tensor], divisor: object) -> dict[Trained, float]:
         done.append([int(each.master[0]) for each in of])
-        return {each.working: float(each.master[0]) for each in of}
+        return {each: float(gradient[0]) / 8 for each, gradient in of.items()}
 
     monkeypatch.setattr(module.one_pass, "why_not", lambda inner: None)
     made = optimizer(
@@ -161,56 +194,56 @@ def test_what_is_sent_in_16_bits_is_updated_first_and_each_amax_is_its_own(order
         _gather=lambda of: done.append("gather") or ["work"],
         _step_of_nothing=lambda: done.append("step"),
     )
-    works, amaxes = made._step_optimizer(updates, None)
+    works, amaxes = made._step_optimizer(gradients_of(updates), None)
     assert works == ["work"]
-    assert [amaxes[each.working] for each in updates] == [float(number) for number in range(len(order))]
+    assert [amaxes[each] for each in updates] == [float(number) for number in range(len(order))]
     plain = [number for number, gathered in enumerate(order) if gathered is None]
     assert done == [plain, "gather", [number for number in range(len(order)) if number not in plain], "step"]
 
 
 def test_a_second_backward_before_the_step_is_refused_where_backward_updates() -> None:
-    working, other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    one, other = update(1, 0), update(2, 0)
     made = optimizer(
-        _updated_amaxes={working: torch.ones(())},
-        _parameters={other: Update(other, torch.zeros(2), 0, None)},
-        _in_one_pass=lambda updates, divisor: {each.working: torch.full((), 5.0) for each in updates},
+        _updated_amaxes={one: torch.ones(())},
+        _in_one_pass=lambda gradients, divisor: {each: torch.full((), 5.0) for each in gradients},
     )
     with pytest.raises(RuntimeError, match="a second backward has come before step"):
-        made._update({working: torch.ones(2)})
+        made._update({one: torch.ones(2)})
     made._update({other: torch.ones(2)})
-    assert {id(each): float(amax) for each, amax in made._updated_amaxes.items()} == {id(working): 1.0, id(other): 5.0}
+    assert {each: float(amax) for each, amax in made._updated_amaxes.items()} == {one: 1.0, other: 5.0}
 
 
 def test_every_bucket_that_holds_something_is_reduced_and_no_norm_is_left_to_find() -> None:
-    full, empty, last = Bucket((parameter(4), 0)), Bucket(), Bucket((parameter(2), 0))
-    reduced, norms = [], {bucket: NormQueue() for bucket in (full, empty, last)}
-    for queue in norms.values():
-        queue.add([torch.ones(1)])
+    full, empty, last = bucket_of(trained(parameter(4))), bucket_of(), bucket_of(trained(parameter(2)))
+    reduced = []
+    for bucket in (full, empty, last):
+        bucket.find_norms([torch.ones(1)])
     made = optimizer(
         pg_to_bucket_store={"one": full, "two": empty, "three": last},
         _reduce_bucket=reduced.append,
-        _norms=norms,
         reduces_beside_backward=False,
     )
     made._run_reduction()
     assert reduced == [full, last]
-    assert not any(queue.waiting for queue in norms.values())
+    assert not any(bucket.without_norms for bucket in (full, empty, last))
 
 
 def test_norms_are_found_when_they_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     noted: list[list[torch.Tensor]] = []
-    monkeypatch.setattr(noted_norms, "NORM_BYTES", 100)
-    monkeypatch.setattr(noted_norms, "note_norms", lambda sums: noted.append(list(sums)))
+    monkeypatch.setattr(buckets, "NORM_BYTES", 100)
+    monkeypatch.setattr(buckets, "note_norms", lambda sums: noted.append(list(sums)))
     sums = [torch.full((10,), float(number)) for number in range(4)]  # of 40 bytes
-    one, other = NormQueue(), NormQueue()
-    one.add(sums[:1])
-    other.add(sums[3:])
-    one.add(sums[1:2])
+    one, other = bucket_of(), bucket_of()
+    one.find_norms(sums[:1])
+    other.find_norms(sums[3:])
+    one.find_norms(sums[1:2])
     assert noted == []
-    one.add(sums[2:3])
+    one.find_norms(sums[2:3])
     assert [[int(each[0]) for each in of_call] for of_call in noted] == [[0, 1, 2]]
-    assert one.waiting == []
-    assert len(other.waiting) == 1
+    assert one.without_norms == []
+    assert len(other.without_norms) == 1
+    one.find_norms(sums[:1])
+    assert len(noted) == 1
 
 
 def test_the_norm_is_over_all_groups_and_the_ranks_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,20 +269,16 @@ def test_the_norm_is_over_all_groups_and_the_ranks_of_each(monkeypatch: pytest.M
 
 
 def test_what_has_a_gradient_is_updated_with_its_own() -> None:
-    updates = [update(number, group_id, gathered)._replace(gradient=None) for number, group_id, gathered in UPDATES]
-    gradients = {id(updates[0].working): torch.ones(1), id(updates[2].working): torch.full((1,), 2.0)}
-
-    def gradient(group_id: int, number: int) -> torch.Tensor | None:
-        assert [each.group_id for each in updates if id(each.working) == number] == [group_id]
-        return gradients.get(number)
-
-    made = optimizer(
-        pid_to_grad_store={id(each.working): SimpleNamespace(gradient=gradient) for each in updates},
-        _parameters={each.working: each for each in updates},
-    )
-    found = made._with_gradients()
-    assert [each._replace(gradient=None) for each in found] == [updates[0], updates[2]]
-    assert [float(each.gradient) for each in found] == [1.0, 2.0]
+    updates = [update(number, group_id, gathered) for number, group_id, gathered in UPDATES]
+    one, other, dropped, last = (each.place[1] for each in updates)
+    held = {0: {other: [torch.ones(1)], dropped: []}, 1: {last: [torch.full((1,), 2.0)]}}
+    store = Stores()
+    store.gradients = held.__getitem__
+    for each in updates:
+        each.store = store
+    made = optimizer(_trained={each.place[1]: each for each in updates})
+    assert {each: float(gradient) for each, gradient in made._gradients().items()} == {updates[1]: 1.0, updates[3]: 2.0}
+    assert one not in held[0]
 
 
 UPDATES = ((0, 0, None), (1, 0, None), (2, 0, "in FP8"), (10, 1, None))
@@ -269,7 +298,7 @@ def test_an_optimizer_that_steps_by_itself_is_given_what_has_a_gradient_and_then
         _gather=lambda of: [int(each.master[0]) for each in of],
         _master_param_groups_of_current_rank=masters,
     )
-    works, amaxes = made._step_optimizer(updates[2:] if some else [updates[0], updates[2]], None)
+    works, amaxes = made._step_optimizer(gradients_of(updates[2:] if some else [updates[0], updates[2]]), None)
     assert given == [[[2], [10]] if some else [[0, 2], []]]
     assert works == ([10] if some else [0])
     assert amaxes == {}
@@ -283,8 +312,8 @@ def test_what_is_sent_is_published_with_its_amax_and_the_rest_is_waited_for() ->
     made = optimizer(gathered_weights=SimpleNamespace(publish=published.update))
     versions = [each.working._version for each in updates]
     works = [SimpleNamespace(wait=lambda number=number: waited.append(number)) for number in range(2)]
-    made._publish(updates, works, {updates[0].working: torch.tensor(7.0), updates[1].working: torch.tensor(8.0)})
-    assert [(weight, float(shard.values[0]), shard.amax) for weight, shard in published.items()] == [
+    made._publish(updates, works, {updates[0]: torch.tensor(7.0), updates[1]: torch.tensor(8.0)})
+    assert [(weight, float(values[0]), amax) for weight, (values, amax) in published.items()] == [
         ("a", 1.0, torch.tensor(7.0)),
         ("c", 3.0, None),
     ]
@@ -342,37 +371,27 @@ def test_groups_and_weights_are_those_that_are_sent_in_fp8() -> None:
     updates = [update(number, 0, gathered) for number, gathered in enumerate((None, "a", "b", "c"))]
     groups = dict(zip((each.working for each in updates), ("in 16 bits", "one", "other", "one"), strict=True))
     made = optimizer(
-        _parameters={each.working: each for each in updates}, gathered_weights=["a", "b", "c"], param_to_pg=groups
+        _trained={each.place[1]: each for each in updates}, gathered_weights=["a", "b", "c"], param_to_pg=groups
     )
     assert made.groups_that_gather() == ["one", "other"]
     assert made.count_weights() == (3, 4)
 
 
 def test_a_buckets_parts_are_added_to_the_sums_of_their_parameters_and_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, other = parameter(4), parameter(8)
-    bucket, added, queue = Bucket((one, 0), (other, 0)), [], NormQueue()
-    store = SimpleNamespace(
-        kind="32-bit", add=lambda part, group_id, number: added.append((part.tolist(), group_id, number)) or part
-    )
+    store = Stores()
+    one, other = trained(parameter(4), 1, store=store), trained(parameter(8), 2, store=store)
+    bucket = bucket_of(one, other)
     own = torch.arange(6.0).split([2, 4])  # of both, on one of two ranks
-    made = optimizer(
-        gradient_encoding=SimpleNamespace(block_size=None),
-        updates_in_backward=False,
-        reduces_beside_backward=False,
-        _reduced=lambda of, gradients: own,
-        pid_to_grad_store={id(one): store, id(other): store},
-        _parameters={one: Update(one, None, 1, None), other: Update(other, None, 2, None)},
-        _norms={bucket: queue},
-    )
+    made = optimizer(updates_in_backward=False, reduces_beside_backward=False, _reduced=lambda of, gradients: own)
     made._reduce_bucket(bucket)
-    assert added == [([0.0, 1.0], 1, id(one)), ([2.0, 3.0, 4.0, 5.0], 2, id(other))]
-    assert len(queue.waiting) == 2
+    assert store.added == [([0.0, 1.0], one.place), ([2.0, 3.0, 4.0, 5.0], other.place)]
+    assert len(bucket.without_norms) == 2
     store.kind = "8-bit"  # whose norms are those of what the step decodes
-    bucket.add_param_grad(1, one, 0)
-    one.grad = torch.ones(4)
+    one.working.grad = torch.ones(4)
+    bucket.trained.append(one)
     made._reduced = lambda of, gradients: [torch.ones(2)]
     made._reduce_bucket(bucket)
-    assert len(queue.waiting) == 2
+    assert len(bucket.without_norms) == 2
 
 
 @pytest.mark.parametrize("adds_up", [False, True])
@@ -385,7 +404,7 @@ def test_one_rank_keeps_gradients_where_they_lie_unless_they_add_up(
 
     monkeypatch.setattr(module.comm, "reduce_scatter_coalesced", reduce)
     gradients = [torch.arange(4.0).to(dtype), torch.arange(8.0).to(dtype)]
-    bucket = Bucket(ranks=1)
+    bucket = bucket_of(ranks=1)
     bucket.torch_pg, bucket.sizes = object(), [1]
     made = optimizer(
         gradient_encoding=None,
@@ -402,7 +421,7 @@ def test_one_rank_keeps_gradients_where_they_lie_unless_they_add_up(
 
 def test_updates_of_backward_are_published_with_their_amaxes() -> None:
     updates = [update(1, 0), update(2, 0, "b"), update(3, 0)]
-    amaxes = {updates[1].working: torch.tensor(5.0), updates[0].working: torch.tensor(4.0)}
+    amaxes = {updates[1]: torch.tensor(5.0), updates[0]: torch.tensor(4.0)}
     published = []
     made = optimizer(
         require_grad_sync=True,
@@ -410,7 +429,7 @@ def test_updates_of_backward_are_published_with_their_amaxes() -> None:
         updates_in_backward=True,
         automatic_scaling=None,
         _updated_amaxes=amaxes,
-        _parameters={each.working: each for each in updates},
+        _trained={each.place[1]: each for each in updates},
         _step_of_nothing=lambda: None,
         _gather=lambda of: [f"gather of {int(each.master[0])}" for each in of],
         _publish=lambda *what: published.append(what),

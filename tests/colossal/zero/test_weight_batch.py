@@ -9,7 +9,7 @@ import torch
 
 from fp8booster import FP8Config, FP8Linear, comm
 from fp8booster.colossal.zero import gathered_weights
-from fp8booster.colossal.zero.gathered_weights import GatheredWeight, GatheredWeights, Shard, WeightBatch
+from fp8booster.colossal.zero.gathered_weights import GatheredWeight, GatheredWeights, WeightBatch
 from fp8booster.config import WeightCopies
 from fp8booster.kernels.cast import cast
 from fp8booster.nn import sharding
@@ -74,7 +74,7 @@ def test_each_weight_is_cast_by_its_own_layers_rounding_of_scales(kinds: tuple[b
     shards = [torch.randn(size) for _ in weights]
     amaxes = torch.tensor([5.0, 7.0])
     comm.reset_statistics()
-    batch.cast(dict(zip(weights, map(Shard, shards), strict=True)), amaxes)
+    batch.cast(dict(zip(weights, [(shard, None) for shard in shards], strict=True)), amaxes)
     for each, shard, amax, kind in zip(weights, shards, amaxes, kinds, strict=True):
         data, _, inverse_scale = cast.reference(
             shard.view(1, -1), FORMAT, plain=True, transposed=False, power_of_two=kind, amax=amax
@@ -125,7 +125,7 @@ def test_padding_is_left_out_where_the_amax_is_to_be_found(monkeypatch: pytest.M
 
     monkeypatch.setattr(sharding, "agree_on_amax", agree)
     amax = torch.tensor(9.0)
-    given = {weights[0]: Shard(shards[3]), weights[1]: Shard(shards[1], amax)}
+    given = {weights[0]: (shards[3], None), weights[1]: (shards[1], amax)}
     assert batch.agree(given, "group").tolist() == [3.0, 4.0]
     ((values, group, known),) = seen
     assert group == "group"
