@@ -131,11 +131,15 @@ def forward_of_class(module: nn.Module) -> Callable[..., Any]:
     return next(base.forward for base in bases if not getattr(base.forward, PASSES_ON, False))
 
 
+def waiting_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """Return the hooks of a module that only wait: who does not call it calls them, with the module and `()`."""
+    return [hook for hook in module._forward_pre_hooks.values() if getattr(hook, ONLY_WAITS, False)]
+
+
 def wait_for_parameters(module: nn.Module) -> None:
     """Run the hooks of a module, which is not called, that only wait."""
-    for hook in module._forward_pre_hooks.values():
-        if getattr(hook, ONLY_WAITS, False):
-            hook(module, ())
+    for hook in waiting_hooks(module):
+        hook(module, ())
 
 
 def run_with(forward: Callable[..., Any], module: nn.Module, parts: dict[str, Any], *args: Any, **kwargs: Any) -> Any:

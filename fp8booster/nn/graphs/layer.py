@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
-from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from operator import attrgetter, is_
 from threading import Lock, get_ident
 from typing import Any
@@ -23,12 +23,13 @@ from fp8booster.nn.graphs.recorder import Memory, Recorder
 from fp8booster.nn.graphs.static_call import CONSTANTS, Unsupported, flatten
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import (
+    HOOKS,
     change_class,
     is_looked_at,
     mixed_class,
     repeated_layers,
     require_module,
-    wait_for_parameters,
+    waiting_hooks,
 )
 from fp8booster.nn.weights.pinned import Use, collected_uses
 from fp8booster.scaling.steps import optimizer_steps
@@ -127,14 +128,7 @@ class LayerGraphs:
     def __init__(self, shared: _Shared) -> None:
         self._shared = shared
         self._kinds: dict[Hashable, _Kind] = {}
-        self._modules: list[nn.Module] = []
-        self._attributes: list[tuple[list[Any], Hashable]] = []
-        self._containers: list[tuple[Any, Any]] = []
-        self._children: list[list[nn.Module | None]] = []
-        self._buffers: list[Tensor | None] = []
-        self._parameters: list[tuple[int, type, torch.device, bool]] = []
-        self._why_parameters: str | None = None
-        self._trains = False
+        self._held: _Held | None = None
         self._ran_without_gradients = False
         self.why_not: str | None = TOO_EARLY  # why the last call in training was not replayed; None: it was
 
@@ -164,81 +158,33 @@ class LayerGraphs:
                     self.why_not = kind.why_not or "its weights have moved"
             return forward(*args, **kwargs)
         finally:
-            if not replayed:
-                self._note_attributes()  # what the layer's own forward has changed is no reason to capture it anew
+            if not replayed:  # settings that the layer's own forward has changed are no reason to capture it anew
+                self._look(layer, settings_count=False)
 
-    def _why_never(self, layer: nn.Module) -> str | None:
-        """Return why a layer as it is now cannot be captured."""
-        if [list(module._modules.values()) for module in self._modules] != self._children or not self._modules:
-            self._modules = list(layer.modules())
-            self._children = [list(module._modules.values()) for module in self._modules]
-            self._kinds.clear()
-        if not self._have_attributes_as_seen():
-            seen = [settings for _, settings in self._attributes]
-            self._note_attributes()
-            if seen != [settings for _, settings in self._attributes]:
-                self._kinds.clear()
-        buffers = [each for module in self._modules for each in module._buffers.values()]
-        if len(buffers) != len(self._buffers) or not all(map(is_, buffers, self._buffers)):
-            self._buffers = buffers
-            self._kinds.clear()
-        # others after `load_state_dict(assign=True)`; the graphs of those before hold them, so their ids stay theirs
-        found = [
-            (id(each), type(each), each.device, each.requires_grad)
-            for module in self._modules
-            for each in module._parameters.values()
-            if each is not None
-        ]
-        if found != self._parameters:
-            self._parameters = found
-            self._trains = any(requires_grad for *_, requires_grad in found)
-            self._kinds.clear()
-            self._why_parameters = self._why_no_graph_reads(layer)
+    def _why_never(self, held: _Held) -> str | None:
+        """Return why a layer that holds this cannot be captured now."""
         if _saving() not in (None, _CHECKPOINTING):
             return "what it saves for backward is stored elsewhere"
-        for module in self._modules:
-            experts = module._modules.get("experts")
-            if experts is not None and getattr(experts, "waits_for_host", True):
+        for experts in held.experts:
+            if getattr(experts, "waits_for_host", True):
                 return "the host must know how many tokens an expert gets"
-            if vars(module).get("use_zbv"):  # Python takes it from backward, and a replay runs none
-                return "a pipeline without bubbles computes gradients of weights later"
-            if isinstance(module, FP8Layer) and module.fp8_weight.is_transient:  # FSDP2 shards after `fuse`
-                return "its weights are whole only while it runs"
-            if isinstance(module, FP8Layer) and not module.fp8_config.scaling.is_captured:
-                return f"{module.fp8_config.scaling.name} scales, of which a graph cannot tell when a step begins"
-            if module is not layer and is_looked_at(module):  # the layer's own hooks run around its forward
-                return "hooks of a module inside must run"
-        return self._why_parameters
+        return held.why_not
 
-    def _note_attributes(self) -> None:
-        self._attributes = [(list(held.values()), _settings(held)) for held in map(vars, self._modules)]
-        self._containers = [
-            (value, copy(value))
-            for held in map(vars, self._modules)
-            for name, value in held.items()
-            if name not in _OF_MODULES and _holds_constants(value)
-        ]
+    def _look(self, layer: nn.Module, settings_count: bool = True) -> _Held:
+        """Look at what the layer's modules hold, and forget the graphs of others.
 
-    def _have_attributes_as_seen(self) -> bool:
-        """Tell whether each module holds the very objects that it held."""
-        if len(self._attributes) != len(self._modules):
-            return False
-        for container, before in self._containers:  # peft changes a dict of scales in place
-            if container != before:
-                return False
-        for module, (values, _) in zip(self._modules, self._attributes, strict=True):
-            held = vars(module)
-            if len(held) != len(values) or not all(map(is_, held.values(), values)):
-                return False
-        return True
-
-    def _why_no_graph_reads(self, layer: nn.Module) -> str | None:
-        for each in layer.parameters():
-            if type(each) is not nn.Parameter:
-                return f"a weight is a {type(each).__name__}"
-            if self._shared.record_on(each.device) is None:
-                return "CUDA graphs take a GPU"
-        return None
+        Args:
+            layer: whose graphs these are.
+            settings_count: graphs of other settings are forgotten too.
+        """
+        before = self._held
+        if before is not None and before.is_as_found():
+            return before
+        found = self._held = _Held(layer, self._shared)
+        # of both, objects are there, so equal ids are of the same
+        if before is None or found.parts != before.parts or (settings_count and found.settings != before.settings):
+            self._kinds.clear()
+        return found
 
     def _kind_of(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any], given: list[Tensor]) -> _Kind | None:
         """Return the kind of a call in training, if it has one, and append the call's tensors."""
@@ -250,8 +196,9 @@ class LayerGraphs:
                 self.why_not = "checkpointing computes it again within backward; use use_reentrant=False"
             return None
         self._ran_without_gradients = False
-        looks_inside = any(looks() for looks in self._shared.looks_inside)
-        self.why_not = "a recording samples this step" if looks_inside else self._why_never(layer)
+        held = self._look(layer)
+        looks_inside = [looks for looks in self._shared.looks_inside if looks()]
+        self.why_not = "a recording samples this step" if looks_inside else self._why_never(held)
         if self.why_not is not None:
             return None
         try:
@@ -261,7 +208,7 @@ class LayerGraphs:
             return None
         if not given:
             self.why_not = "it is given no tensor"
-        elif not self._trains and True not in map(_REQUIRES_GRAD, given):
+        elif not held.trains and True not in map(_REQUIRES_GRAD, given):
             self.why_not = "nothing in it or before it is trained"
         elif given[0].is_cuda and torch.cuda.is_current_stream_capturing():
             self.why_not = "it goes into another CUDA graph"
@@ -286,8 +233,8 @@ class LayerGraphs:
         given: list[Tensor],
     ) -> GraphPair | None:
         """Return the graphs for a call, captured now if need be; None: `why_not` tells why there are none."""
-        for module in self._modules:  # a replay calls none of them
-            wait_for_parameters(module)
+        for hook, module in () if self._held is None else self._held.waits:  # a replay calls none of them
+            hook(module, ())
         kind.pairs = [pair for pair in kind.pairs if not pair.lacks_graphs]
         for pair in kind.pairs:
             if pair.is_free:
@@ -374,6 +321,74 @@ class LayerGraphs:
 
     def __reduce__(self) -> tuple:
         return LayerGraphs, (self._shared,)
+
+
+class _Held:
+    """What a layer's modules hold, as a look finds it.
+
+    Args:
+        layer: looked at.
+        shared: records on its devices.
+    """
+
+    def __init__(self, layer: nn.Module, shared: _Shared) -> None:
+        self.modules = modules = list(layer.modules())
+        self.experts = [each for module in modules if (each := module._modules.get("experts")) is not None]
+        self.waits = [(hook, module) for module in modules for hook in waiting_hooks(module)]
+        """Hooks that wait for parameters, with their modules."""
+
+        containers = [
+            value
+            for held in map(vars, modules)
+            for name, value in held.items()
+            if name not in _OF_MODULES and _holds_constants(value)  # peft changes a dict of scales in place
+        ]
+        # views show what is there later too: a look then is one walk over objects, without a call of Python's
+        places = [*map(vars, modules), *(of_module for module in modules for of_module in _PARTS(module))]
+        self._views: list[Iterable[Any]] = [*map(dict.values, places)]
+        self._views += [each.values() if isinstance(each, dict) else each for each in containers]
+        self._views += [each.keys() for each in containers if isinstance(each, dict)]
+        self._objects = [*chain.from_iterable(self._views), _END]
+        self._parameters = [each for module in modules for each in module._parameters.values() if each is not None]
+        self._kinds = list(map(_KIND, self._parameters))
+        self.parts = [
+            *([*map(id, module._modules.values())] for module in modules),
+            *(id(each) for module in modules for each in module._buffers.values()),
+            # others after `load_state_dict(assign=True)`
+            *zip(map(id, self._parameters), self._kinds, strict=True),
+        ]
+        """What graphs are of, besides settings."""
+
+        self.settings = [_settings(held) for held in map(vars, modules)]
+        self.trains = any(each.requires_grad for each in self._parameters)
+        self.why_not = self._why_not(layer, shared)
+
+    def is_as_found(self) -> bool:
+        """Tell whether the modules hold the very objects that they held."""
+        now = chain(chain.from_iterable(self._views), (_END,))
+        return all(map(is_, now, self._objects)) and list(map(_KIND, self._parameters)) == self._kinds
+
+    def _why_not(self, layer: nn.Module, shared: _Shared) -> str | None:
+        for module in self.modules:
+            if vars(module).get("use_zbv"):  # Python takes it from backward, and a replay runs none
+                return "a pipeline without bubbles computes gradients of weights later"
+            if isinstance(module, FP8Layer) and module.fp8_weight.is_transient:  # FSDP2 shards after `fuse`
+                return "its weights are whole only while it runs"
+            if isinstance(module, FP8Layer) and not module.fp8_config.scaling.is_captured:
+                return f"{module.fp8_config.scaling.name} scales, of which a graph cannot tell when a step begins"
+            if module is not layer and is_looked_at(module):  # the layer's own hooks run around its forward
+                return "hooks of a module inside must run"
+        for each in self._parameters:
+            if type(each) is not nn.Parameter:
+                return f"a weight is a {type(each).__name__}"
+            if shared.record_on(each.device) is None:
+                return "CUDA graphs take a GPU"
+        return None
+
+
+_PARTS = attrgetter("_modules", "_buffers", "_parameters", *HOOKS)
+_KIND = attrgetter("__class__", "device", "requires_grad")
+_END = object()
 
 
 def _settings(held: dict[str, Any]) -> Hashable:

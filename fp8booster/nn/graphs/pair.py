@@ -186,8 +186,7 @@ class GraphPair:
 
     def _replay_forward(self, given: Sequence[Tensor], ticket: _Ticket) -> tuple[Tensor, ...]:
         self._record.follow_stream()
-        with torch.no_grad():
-            torch._foreach_copy_(self._call.inputs, list(given))
+        torch._foreach_copy_(self._call.inputs, list(given))
         ticket.versions = self._versions()  # a replayed backward reads weights in place, past autograd's check
         self._ticket = weakref.ref(ticket)
         self._aside = None
@@ -287,10 +286,11 @@ class _Replayed(torch.autograd.Function):
     def forward(ctx: Any, pair: GraphPair, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.pair, ctx.ticket = pair, _Ticket()
         ctx.set_materialize_grads(False)
-        outputs = pair._replay_forward(tensors[:count], ctx.ticket)
-        ctx.mark_non_differentiable(
-            *(each for each, needed in zip(outputs, pair._call.needs_grad, strict=True) if not needed)
-        )
+        outputs = pair._replay_forward(tensors[:count], ctx.ticket)  # without gradients, as all of a Function
+        if not all(pair._call.needs_grad):
+            ctx.mark_non_differentiable(
+                *(each for each, needed in zip(outputs, pair._call.needs_grad, strict=True) if not needed)
+            )
         return outputs
 
     @staticmethod

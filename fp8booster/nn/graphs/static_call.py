@@ -24,16 +24,25 @@ def flatten(value: Any, tensors: list[Tensor]) -> Hashable:
     Raises:
         Unsupported: it holds something else than tensors and constants.
     """
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return Tensor, value.shape, value.dtype, value.device, value.requires_grad and torch.is_grad_enabled()
-    if isinstance(value, CONSTANTS):
-        return type(value), value
-    if type(value) in (tuple, list):
-        return (type(value), *[flatten(each, tensors) for each in value])
-    if type(value) is dict:
-        return (dict, *[(name, flatten(each, tensors)) for name, each in value.items()])
-    raise Unsupported(type(value).__name__)
+    key: list[Any] = []
+    left = [value]
+    while left:  # a loop, for layers are given some ten values at each call
+        each = left.pop()
+        if isinstance(each, Tensor):
+            tensors.append(each)
+            trained = each.requires_grad and torch.is_grad_enabled()
+            key += (Tensor, each.shape, each.dtype, each.device, trained)
+        elif isinstance(each, CONSTANTS):
+            key += (type(each), each)
+        elif type(each) in (tuple, list):
+            key += (type(each), len(each))
+            left += each[::-1]
+        elif type(each) is dict:
+            key += (dict, len(each), *each)
+            left += reversed(each.values())
+        else:
+            raise Unsupported(type(each).__name__)
+    return tuple(key)
 
 
 def rebuild(value: Any, tensors: Iterator[Tensor]) -> Any:

@@ -152,11 +152,12 @@ class _PinnedFilling:
 
     def refresh(self) -> bool:
         """As `Pinned.refresh`; waits for what fills it."""
-        filled = self._source.held
-        if filled is None or not self._source.is_provided(self._weights):
+        source = self._source
+        if not source.is_provided(self._weights):
             return False
-        self._source.wait()
-        return filled is self._filled or _addresses(filled) == self._memory
+        source.wait()
+        filled = source.held
+        return filled is self._filled or (filled is not None and _addresses(filled) == self._memory)
 
     def version(self) -> tuple[int, ...]:
         """As `Pinned.version`."""

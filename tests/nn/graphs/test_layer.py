@@ -540,8 +540,8 @@ def test_the_gpu_is_timed(device: torch.device, doublings: int) -> None:
 def test_a_layer_that_moves_to_a_gpu_may_be_captured_there() -> None:
     """`nn.Module.to` keeps the parameters, and moves their data."""
     layer, graphs = nn.Linear(16, 16), LayerGraphs(_Shared(only_where_host_limits=False))
-    assert graphs._why_never(layer) == "CUDA graphs take a GPU"
-    assert graphs._why_never(layer.cuda()) is None
+    assert graphs._why_never(graphs._look(layer)) == "CUDA graphs take a GPU"
+    assert graphs._why_never(graphs._look(layer.cuda())) is None
 
 
 def test_a_parameter_that_changes_its_class_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -550,6 +550,6 @@ def test_a_parameter_that_changes_its_class_is_looked_at_again(monkeypatch: pyte
 
     monkeypatch.setattr(recorder, "recorder_for", lambda _: Rerun())
     layer, graphs = nn.Linear(16, 16), LayerGraphs(_Shared(only_where_host_limits=False))
-    assert graphs._why_never(layer) is None
+    assert graphs._why_never(graphs._look(layer)) is None
     layer.weight.__class__ = Other
-    assert graphs._why_never(layer) == "a weight is a Other"
+    assert graphs._why_never(graphs._look(layer)) == "a weight is a Other"
