@@ -52,8 +52,8 @@ class _Replays:
     def let_go(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
-    def outside(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        return None
+    def outside(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
 
     def follow_stream(self) -> None:
         pass

@@ -91,5 +91,5 @@ class _Compiled:
         """Launch nothing."""
 
 
-def _scaled_mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype, **options: Any) -> Tensor:
-    return torch.empty(a.shape[0], b.shape[1], dtype=out_dtype)
+def _scaled_mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype, out: Tensor | None = None, **options: Any) -> Tensor:
+    return torch.empty(a.shape[0], b.shape[1], dtype=out_dtype) if out is None else out
