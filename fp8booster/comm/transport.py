@@ -97,7 +97,8 @@ def agree_on_amax(
     amaxes = torch.stack([next(found) if amax is None else amax for amax in known])
     # a MAX reduction drops NaN; an infinite amax makes the scale NaN as well
     amaxes.nan_to_num_(nan=float("inf"), posinf=float("inf"))
-    dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=group)
+    if ranks_of(group) > 1:
+        dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=group)
     return amaxes
 
 

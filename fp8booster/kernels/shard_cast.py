@@ -20,7 +20,7 @@ from fp8booster.kernels.scales import scale_of
 @operator(rounds_to_fp8=True, writes=("outs", "inverse_scales"))
 def cast_shards(
     shards: Sequence[Tensor],
-    amaxes: Sequence[Tensor],
+    amaxes: Tensor,
     outs: Sequence[Tensor],
     inverse_scales: Sequence[Tensor],
     power_of_two: bool = False,
@@ -29,7 +29,7 @@ def cast_shards(
 
     Args:
         shards: [n_i], BF16, FP16 or FP32, contiguous; all on one device.
-        amaxes: float32, shape [], of the whole tensors.
+        amaxes: float32 [shards], contiguous, of the whole tensors.
         outs: [n_i] FP8, contiguous; written.
         inverse_scales: float32, shape []; written. Shards with one amax may share one. Not of an empty shard on a GPU.
         power_of_two: see `scales.scale_of`.
@@ -38,7 +38,7 @@ def cast_shards(
         ValueError: a shard or an `out` is not contiguous.
     """
     require_contiguous(shards, outs)
-    for shard, amax, out, inverse_scale in zip(shards, amaxes, outs, inverse_scales, strict=True):
+    for shard, amax, out, inverse_scale in zip(shards, amaxes.unbind(), outs, inverse_scales, strict=True):
         scale, inverse = scale_of(amax, out.dtype, power_of_two)
         # the scale is that of the whole tensor, so the gathered parts have the bytes of a cast of the whole
         out.view(torch.uint8).copy_(saturate(shard.float() * scale, out.dtype).view(torch.uint8))

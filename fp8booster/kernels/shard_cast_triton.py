@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,12 +22,12 @@ _TILE = 64
 
 @triton.jit
 def cast_shards_kernel(
-    entries,  # of shard, out [count] FP8, amax, inverse scale, and the count
+    entries,  # of shard, out [count] FP8, inverse scale, and the count
     owners,
     shard,
     out,
-    amax,
     inverse_scale,
+    amaxes,  # of all shards
     E4M3: tl.constexpr,
     LIMIT: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
@@ -34,13 +35,13 @@ def cast_shards_kernel(
     ALIGNED: tl.constexpr,
 ):
     """Each program casts BLOCK values; a shard's first stores the inverse scale."""
-    entry, _, program = own_entry(entries, owners, 5)
+    entry, place, program = own_entry(entries, owners, 4)
     shard, out = own_pointer(entry, 0, shard, ALIGNED), own_pointer(entry, 1, out, ALIGNED)
-    amax, inverse_scale = own_pointer(entry, 2, amax, False), own_pointer(entry, 3, inverse_scale, False)
+    inverse_scale = own_pointer(entry, 2, inverse_scale, False)
     index = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = index < own_size(entry, 4, ALIGNED)
+    inside = index < own_size(entry, 3, ALIGNED)
     values = tl.load(shard + index, mask=inside, other=0.0)
-    scale, inverse = scale_from_bits(magnitude_bits(tl.load(amax)), LIMIT, POWER_OF_TWO)
+    scale, inverse = scale_from_bits(magnitude_bits(tl.load(amaxes + place)), LIMIT, POWER_OF_TWO)
     tl.store(as_bytes(out) + index, to_bits(values.to(tl.float32) * scale, E4M3, LIMIT), mask=inside)
     if program == 0:  # shards with one amax store the same bits to the scale that they share
         tl.store(inverse_scale, inverse)
@@ -90,23 +91,25 @@ def _squares_in(rows: np.ndarray, columns: np.ndarray, strides: np.ndarray) -> n
 
 def cast_shards_triton(
     shards: Sequence[Tensor],
-    amaxes: Sequence[Tensor],
+    amaxes: Tensor,
     outs: Sequence[Tensor],
     inverse_scales: Sequence[Tensor],
     power_of_two: bool = False,
 ) -> None:
     """Compute `cast_shards`, byte for byte."""
     require_contiguous(shards, outs)
-    columns = shards, outs, amaxes, inverse_scales
+    columns = shards, outs, inverse_scales
     for dtype in dict.fromkeys([out.dtype for out in outs]):  # a format is a constant of the compiled kernel
         of_dtype = [place for place, out in enumerate(outs) if out.dtype is dtype]
-        given, made, *scalars = ([column[place] for place in of_dtype] for column in columns)
+        given, made, scalars = ([column[place] for place in of_dtype] for column in columns)
+        of_given = amaxes if len(given) == len(shards) else torch.stack([amaxes[place] for place in of_dtype])
         launch_over(
             cast_shards_kernel,
             [given, made],
             [list(map(Tensor.numel, given))],
             _parts_of,
-            scalars=scalars,
+            (of_given,),
+            scalars=[scalars],
             num_warps=8,
             **rounding(dtype, power_of_two),
             BLOCK=_BLOCK,

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 import torch
@@ -175,6 +176,19 @@ def scale_groups(
     return list(dict.fromkeys(group or ScaleGroup([layer]) for layer, group in groups.items()))
 
 
+class _CastPlan(NamedTuple):
+    """What of casts is the same for parts of the same types, devices and sizes."""
+
+    unwritten: list[tuple[torch.dtype, bool, list[int]]]
+    """Places of parts whose inverse scales no launch writes, by format and rounding of scales."""
+
+    launches: list[tuple[torch.device, bool, bool, list[int]]]
+    """Device, rounding of scales, whether parts come from another device, and their places."""
+
+
+_KIND, _DEVICE = attrgetter("dtype", "device"), attrgetter("device")
+
+
 class ShardedCast:
     """Casts this rank's parts of weights, each by the scale of its group.
 
@@ -191,6 +205,8 @@ class ShardedCast:
         self.device, self.counts = device, counts
         scalings = [layer.fp8_config.scaling.for_engines for layer in self.layers]
         self._power_of_two = [scaling is not None and scaling.power_of_two for scaling in scalings]
+        self._planned_for: tuple | None = None
+        self._plan = _CastPlan([], [])
         # on the device, so that groups are told apart without the host's looking at amaxes
         self.firsts: torch.Tensor | None = None
         """For each weight the place of the first one that it shares a scale with, int64; None: none shares."""
@@ -218,13 +234,14 @@ class ShardedCast:
         # an optimizer that has just written the values need not have them read again
         amaxes = list(known or [None] * len(shards))
         # what is offloaded is read where it lies: only its amax comes here
-        away = [place for place, shard in enumerate(shards) if shard.device != self.device and amaxes[place] is None]
+        away = [place for place, amax in enumerate(amaxes) if amax is None and shards[place].device != self.device]
         if away:
             found = torch.stack(amaxes_of([shards[place] for place in away])).to(self.device)
             for place, amax in zip(away, found.unbind(), strict=True):
                 amaxes[place] = amax
         if self.counts is not None:  # an optimizer may make anything of what pads
-            shards = [shard[:count] for shard, count in zip(shards, self.counts, strict=True)]
+            given = zip(shards, self.counts, amaxes, strict=True)
+            shards = [shard[:count] if amax is None else shard for shard, count, amax in given]
         agreed = agree_on_amax(shards, ranks, amaxes)
         return agreed if self.firsts is None else largest_of_each(agreed, self.firsts)
 
@@ -243,37 +260,47 @@ class ShardedCast:
             outs: [n] FP8 each; written.
             inverse_scales: float32 [] each; written, also where another rank has all of the weight.
         """
-        kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
-        for place, out in enumerate(outs):
-            kinds.setdefault((out.dtype, self._power_of_two[place]), []).append(place)
-        for (dtype, power_of_two), places in kinds.items():
-            # no launch on this device writes the scales of weights that other ranks have all of, or of offloaded ones
-            unwritten = [place for place in places if not outs[place].numel() or outs[place].device != self.device]
-            if unwritten:
-                scales = scale_of(amaxes, dtype, power_of_two)[1].unbind()
-                torch._foreach_copy_(
-                    [inverse_scales[place] for place in unwritten], [scales[place] for place in unwritten]
-                )
-            for device in {outs[place].device for place in places}:
-                of_device = [place for place in places if outs[place].device == device and outs[place].numel()]
-                here = [place for place in of_device if shards[place].device == device]
-                launches = [here] if here else []
-                # what an offloaded master is copied to is freed before the next part is
-                launches += [[place] for place in of_device if shards[place].device != device]
-                scale_by = amaxes.to(device).unbind()
-                # scales lie on this device alone: where another casts, what its launch writes of them is dropped
-                spare = None if device == self.device else torch.empty((), dtype=torch.float32, device=device)
-                for some in launches:
-                    cast_shards(
-                        [shards[place].to(device, non_blocking=device.type == "cuda") for place in some],
-                        [scale_by[place] for place in some],
-                        [outs[place] for place in some],
-                        [inverse_scales[place] if spare is None else spare for place in some],
-                        power_of_two,
-                    )
+        where = tuple(map(_KIND, outs)), tuple(map(_DEVICE, shards)), tuple(map(torch.Tensor.numel, outs))
+        if where != self._planned_for:
+            self._planned_for, self._plan = where, self._planned(outs, shards)
+        for dtype, power_of_two, unwritten in self._plan.unwritten:
+            scales = scale_of(amaxes, dtype, power_of_two)[1].unbind()
+            torch._foreach_copy_([inverse_scales[place] for place in unwritten], [scales[place] for place in unwritten])
+        for device, power_of_two, comes, places in self._plan.launches:
+            some = [shards[place] for place in places]
+            # scales lie on this device alone: where another casts, what its launch writes of them is dropped
+            spare = None if device == self.device else torch.empty((), dtype=torch.float32, device=device)
+            scale_by = amaxes if len(places) == len(outs) else torch.stack([amaxes[place] for place in places])
+            cast_shards(
+                [shard.to(device, non_blocking=device.type == "cuda") for shard in some] if comes else some,
+                scale_by.to(device),
+                [outs[place] for place in places],
+                [inverse_scales[place] if spare is None else spare for place in places],
+                power_of_two,
+            )
         counts = self.counts or [out.numel() for out in outs]
         for layer, shard, out, count, inverse_scale in zip(
             self.layers, shards, outs, counts, inverse_scales, strict=True
         ):
             if layer.fp8_casts.weight_observers and count:  # slices for nobody cost the host more than the loop
                 layer.fp8_casts.note_weight(shard[:count], out[:count], inverse_scale)
+
+    def _planned(self, outs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> _CastPlan:
+        kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
+        for place, out in enumerate(outs):
+            kinds.setdefault((out.dtype, self._power_of_two[place]), []).append(place)
+        plan = _CastPlan([], [])
+        for (dtype, power_of_two), places in kinds.items():
+            # no launch on this device writes the scales of weights that other ranks have all of, or of offloaded ones
+            unwritten = [place for place in places if not outs[place].numel() or outs[place].device != self.device]
+            if unwritten:
+                plan.unwritten.append((dtype, power_of_two, unwritten))
+            for device in {outs[place].device for place in places}:
+                of_device = [place for place in places if outs[place].device == device and outs[place].numel()]
+                here = [place for place in of_device if shards[place].device == device]
+                if here:
+                    plan.launches.append((device, power_of_two, False, here))
+                # what an offloaded master is copied to is freed before the next part is
+                away = [place for place in of_device if shards[place].device != device]
+                plan.launches.extend((device, power_of_two, True, [place]) for place in away)
+        return plan

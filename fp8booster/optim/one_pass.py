@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from fp8booster.optim.steps import rates_of, update_by_device
 
 OURS = (HybridAdam, AdamW8bit)
 """Optimizers that find the amaxes of what they write."""
+
+_IS_CUDA = attrgetter("is_cuda")
 
 COUNTS_STEPS = "fp8_counts_steps"
 """Attribute of a hook that looks at no parameters."""
@@ -53,7 +56,7 @@ def why_not(optimizer: Optimizer) -> str | None:
 def _left_to_torch(group: dict[str, Any]) -> bool:
     """Tell whether torch chooses the implementation, for parameters on a GPU: it then takes many passes."""
     chosen = group["fused"] is not None or group["foreach"] is not None
-    return not chosen and all(parameter.is_cuda for parameter in group["params"])
+    return not chosen and all(map(_IS_CUDA, group["params"]))
 
 
 def has_hooks(optimizer: Optimizer) -> bool:
@@ -111,7 +114,7 @@ def _update_shards(
     exp_avgs, exp_avg_sqs, steps = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
     # torch counts steps in tensors, and its own step goes on from them
     torch._foreach_add_(steps, 1)
-    shards = AdamShards([each.detach() for each in parameters], gradients, exp_avgs, exp_avg_sqs, steps)
+    shards = AdamShards(parameters, gradients, exp_avgs, exp_avg_sqs, steps)
     return update(shards, rates_of(group, optimizer.defaults["decoupled_weight_decay"]), divisor)
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from fp8booster.kernels.adamw import AdamRates
+
+_DEVICE = attrgetter("device")
 
 
 def rates_of(group: dict[str, Any], decoupled: bool) -> AdamRates:
@@ -24,9 +27,13 @@ def update_by_device(
     divisor: torch.Tensor | None,
 ) -> list[torch.Tensor]:
     """Call `update`, as `AdamW.update_shards`, for the parameters of each device; return amaxes in their order."""
+    devices = list(dict.fromkeys(map(_DEVICE, parameters)))
+    if len(devices) == 1:
+        moved = None if divisor is None else divisor.to(devices[0])
+        return list(update(group, parameters, gradients, moved).unbind())
     amaxes: dict[int, torch.Tensor] = {}
     # engines may have moved part of the masters to the host, and a kernel reads the memory of one device
-    for device in dict.fromkeys([parameter.device for parameter in parameters]):
+    for device in devices:
         places = [place for place, parameter in enumerate(parameters) if parameter.device == device]
         here, of_here = [parameters[place] for place in places], [gradients[place] for place in places]
         found = update(group, here, of_here, None if divisor is None else divisor.to(device))

@@ -137,7 +137,7 @@ def test_a_shard_cast_and_its_unpacking_are_their_references(dtype, power_of_two
         def cast_it(implementation=cast_shards, shard=shard, amax=amax) -> tuple[torch.Tensor, torch.Tensor]:
             out = torch.full(shard.shape, 0x55, dtype=torch.uint8, device=DEVICE).view(dtype)
             inverse_scale = torch.full((), -1.0, device=DEVICE)
-            implementation([shard], [amax], [out], [inverse_scale], power_of_two)
+            implementation([shard], amax.view(1), [out], [inverse_scale], power_of_two)
             return out, inverse_scale
 
         expected = cast_it(cast_shards.reference)

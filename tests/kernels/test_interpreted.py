@@ -155,10 +155,10 @@ def shard_casts_differ() -> Iterator[str]:
             outs = [filled((count + 1,), 0x55, dtype) for count in counts]
             inverse_scales = list(torch.full((len(counts),), -1.0).unbind())
             given = [out[:count] for out, count in zip(outs, counts, strict=True)]
-            function(shards, list(map(amax_of, shards)), given, inverse_scales, power_of_two)
+            function(shards, torch.stack(list(map(amax_of, shards))), given, inverse_scales, power_of_two)
             results.append((*outs, *inverse_scales))
         yield from compare(f"shards {dtype} {power_of_two} {source}", *results)
-    shards, amaxes = [exact((1, 300), 7.0, torch.float32).view(-1)] * 2, [torch.tensor(448.0)] * 2
+    shards, amaxes = [exact((1, 300), 7.0, torch.float32).view(-1)] * 2, torch.tensor([448.0, 300.0])
     results = []
     for function in (cast_shards_triton, cast_shards.reference):
         outs = [filled((300,), 0x55, dtype) for dtype in formats.FORMATS]

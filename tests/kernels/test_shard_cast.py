@@ -42,7 +42,7 @@ def special(dtype: torch.dtype) -> dict[str, torch.Tensor]:
 def run(implementation, shard, amax, dtype, power_of_two) -> tuple[torch.Tensor, torch.Tensor]:
     out = torch.full((shard.numel(),), 0xAA, dtype=torch.uint8, device=shard.device).view(dtype)
     inverse_scale = torch.full((), -1.0, device=shard.device)
-    implementation([shard], [amax], [out], [inverse_scale], power_of_two)
+    implementation([shard], amax.view(1), [out], [inverse_scale], power_of_two)
     return out.view(torch.uint8), inverse_scale
 
 
@@ -98,10 +98,10 @@ def test_unpacking_transposes_the_bytes_and_rounds_their_values_once(shape, targ
 
 
 def test_values_that_lie_apart_are_refused() -> None:
-    every_second, amax, inverse_scale = torch.ones(32)[::2], torch.tensor(1.0), torch.empty(())
+    every_second, amaxes, inverse_scale = torch.ones(32)[::2], torch.ones(1), torch.empty(())
     out = torch.empty(16, dtype=torch.float8_e4m3fn)
     with pytest.raises(ValueError, match="contiguous"):
-        cast_shards([every_second], [amax], [out], [inverse_scale])
+        cast_shards([every_second], amaxes, [out], [inverse_scale])
 
 
 @pytest.mark.gpu

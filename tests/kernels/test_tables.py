@@ -78,7 +78,7 @@ def test_a_capture_neither_reads_nor_remembers_tables(made, monkeypatch) -> None
 
 def cast_of(shards: list[Tensor], outs: list[Tensor]) -> None:
     inverse_scales = list(torch.empty(len(shards), device=shards[0].device).unbind())
-    cast_shards(shards, amaxes_of(shards), outs, inverse_scales)
+    cast_shards(shards, torch.stack(amaxes_of(shards)), outs, inverse_scales)
     unpack([out.view(1, -1) for out in outs], inverse_scales, [None] * len(outs), [each.view(1, -1) for each in shards])
 
 

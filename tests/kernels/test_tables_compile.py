@@ -43,7 +43,7 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, object], int]] = {
     },
     "cast_shards": (
         shard_cast_triton.cast_shards_kernel,
-        {"shard": "*fp32", "out": "*fp8e4nv", "amax": "*fp32", "inverse_scale": "*fp32"},
+        {"shard": "*fp32", "out": "*fp8e4nv", "inverse_scale": "*fp32", "amaxes": "*fp32"},
         {**ROUNDING, "BLOCK": 4096},
         8,
     ),

@@ -38,9 +38,9 @@ def calls() -> dict[str, tuple[Callable[[], object], list[torch.Tensor]]]:
     return {
         "multiply_": (lambda: cross_entropy.multiply_(x, one), [x]),
         "rotate": (lambda: rope.rotate(qkv, angles, angles, 2), [qkv]),
-        "cast_shards": (lambda: shard_cast.cast_shards([x.view(-1)], [one], [out], [one]), [out, one]),
+        "cast_shards": (lambda: shard_cast.cast_shards([x.view(-1)], one.view(1), [out], [one]), [out, one]),
         "cast_shards by name": (
-            lambda: shard_cast.cast_shards([x.view(-1)], [one], outs=[out], inverse_scales=[one]),
+            lambda: shard_cast.cast_shards([x.view(-1)], one.view(1), outs=[out], inverse_scales=[one]),
             [out, one],
         ),
         "update_8bit": (

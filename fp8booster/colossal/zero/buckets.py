@@ -51,6 +51,16 @@ class Trained:
         self.place = self.group_id, id(self.working)
         """By which Colossal-AI's stores know its gradient."""
         self.values = self.working.numel() + self.padding
+        self._message: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def part_of(self, padded: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the working weight with its padding, a view."""
+        if self._message is None or self._message[0] is not padded:
+            part = padded.chunk(self.store.world_size)[self.store.local_rank]
+            if self.gathered is not None:  # whose memory in 16 bits comes and goes
+                return part
+            self._message = padded, part  # made once: a view takes the host's time
+        return self._message[1]
 
 
 _SHARES_BLOCKS, _NBYTES = attrgetter("shares_blocks"), attrgetter("nbytes")
@@ -107,7 +117,10 @@ class GradientBucket(BucketStore):
         gradients = []
         for each in trained:
             working = each.working
-            gradient = working.grad.detach().flatten()
+            gradient = working.grad
+            if gradient.requires_grad:  # of a backward with a graph of its own; each view takes the host's time
+                gradient = gradient.detach()
+            gradient = gradient.flatten()
             gradients.append(nn.functional.pad(gradient, [0, each.padding]) if each.padding else gradient)
             # the list holds the memory now; a gradient left here would be added to by the next micro-batch
             working.grad = None

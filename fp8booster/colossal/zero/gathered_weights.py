@@ -14,12 +14,12 @@ padded size of a weight is kept in its `_working_param_to_padded_working_param` 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
+from operator import attrgetter, eq
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -75,6 +75,9 @@ class GatheredWeight:
     """The weight has no values in 16 bits now."""
 
 
+_SHAPE = attrgetter("shape")
+
+
 class WeightBatch:
     """Weights that are gathered at once, and what of them is the same at every step.
 
@@ -89,6 +92,8 @@ class WeightBatch:
         self.matrices, self.transposes, self.inverse_scales, _ = map(
             list, zip(*(each.quantized for each in weights), strict=True)
         )
+        self._are_matrices = list(map(eq, map(_SHAPE, self.parameters), map(_SHAPE, self.matrices)))
+        self._wanted_transposes = [each if each.numel() else None for each in self.transposes]
         # views into what is gathered: the cast writes this rank's part of the message itself, which nobody copies then
         self._own = [each.flat.chunk(ranks)[rank] for each in weights]
         self.messages = [
@@ -118,12 +123,14 @@ class WeightBatch:
 
     def unpack(self) -> None:
         """Make of the gathered bytes what else is read: transposes, and values in 16 bits."""
+        # a view takes the host as long as ten looks
         kept = [
-            weight.view(matrix.shape) if each.keeps_16_bits else None
-            for weight, matrix, each in zip(self.parameters, self.matrices, self.weights, strict=True)
+            None if not each.keeps_16_bits else weight if is_matrix else weight.view(matrix.shape)
+            for each, weight, matrix, is_matrix in zip(
+                self.weights, self.parameters, self.matrices, self._are_matrices, strict=True
+            )
         ]
-        transposes = [transpose if transpose.numel() else None for transpose in self.transposes]
-        unpack(self.matrices, self.inverse_scales, transposes, kept)
+        unpack(self.matrices, self.inverse_scales, self._wanted_transposes, kept)
         # a graph that still holds the former values must not go backward with these
         torch.autograd.graph.increment_version(
             [*self.matrices, *self.transposes, *self.inverse_scales, *self.parameters]
@@ -148,6 +155,11 @@ class GatheredWeights:
         model: converted to FP8 layers.
         optimizer: the ZeRO optimizer over its parameters.
     """
+
+    _counted: tuple[int, ...] | None = None
+    """Ids of the weights that were counted last."""
+
+    _counts: dict[tuple[int, str], tuple[int, int]]
 
     def __init__(self, model: nn.Module, optimizer: LowLevelZeroOptimizer) -> None:
         self._optimizer = optimizer
@@ -204,8 +216,17 @@ class GatheredWeights:
             working: the weights, in the order of `shards`.
             shards: what this rank sends of each.
         """
-        calls: Counter[tuple[int, str]] = Counter()
-        payloads: Counter[tuple[int, str]] = Counter()
+        counted = tuple(map(id, working))
+        if counted != self._counted:
+            self._counted, self._counts = counted, self._count_in_16_bits(working, shards)
+        for (ranks, reason), (calls, payload) in self._counts.items():
+            observer.count_plain(NAME, ranks, payload, reason, _GATHER, calls=calls)
+
+    def _count_in_16_bits(
+        self, working: Sequence[nn.Parameter], shards: Sequence[torch.Tensor]
+    ) -> dict[tuple[int, str], tuple[int, int]]:
+        """Return calls and bytes by ranks and reason."""
+        counts: dict[tuple[int, str], tuple[int, int]] = {}
         for weight, shard in zip(working, shards, strict=True):
             groups, payload = self._optimizer.param_to_pg[weight], shard.nbytes
             reason = self._reasons.get(weight) or ("for a checkpoint" if weight in self else NOT_FP8)
@@ -213,11 +234,10 @@ class GatheredWeights:
             # gathered
             for group in reversed(groups) if isinstance(groups, tuple) else (groups,):
                 ranks = ranks_of(group)
-                calls[ranks, reason] += 1
-                payloads[ranks, reason] += payload
+                calls, sent = counts.get((ranks, reason), (0, 0))
+                counts[ranks, reason] = calls + 1, sent + payload
                 payload *= ranks
-        for (ranks, reason), count in calls.items():
-            observer.count_plain(NAME, ranks, payloads[ranks, reason], reason, _GATHER, calls=count)
+        return counts
 
     def _why_not_cast(self, weight: nn.Parameter) -> str | None:
         if not self._optimizer._master_weights:

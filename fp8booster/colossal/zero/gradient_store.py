@@ -49,18 +49,19 @@ class AccumulatedGradients(GradientStore):
     def add(self, gradients: Sequence[torch.Tensor], places: Sequence[Place]) -> list[GradientSum]:
         """Add gradients of a micro-batch, on the current stream, to those before them; the sums, as they are kept."""
         sums: list[GradientSum] = []
+        adds = self.kind != "32-bit"  # where one alone does not stay as it is
         for gradient, (group_id, param_id) in zip(gradients, places, strict=True):
-            held = self._grads_of_params.setdefault(group_id, {}).setdefault(param_id, [])
-            # one alone in 32 bits stays as it is
-            total = self._sum(held, gradient, param_id) if held or self.kind != "32-bit" else gradient
-            held.append(total)
+            of_group = self._grads_of_params.setdefault(group_id, {})
+            held = of_group.get(param_id)
+            total = self._sum(held or [], gradient, param_id) if held or adds else gradient
+            of_group[param_id] = [total]
             self.grad_to_param_mapping[id(total)] = param_id
             sums.append(total)
         self._dtype = gradients[0].dtype
         return sums
 
     def _sum(self, held: list[GradientSum], gradient: torch.Tensor, param_id: int) -> GradientSum:
-        """Return the sum of a gradient and of what is held, which is no longer."""
+        """Return the sum of a gradient and of what is held, which no longer is."""
         before = held.pop() if held else None
         if before is not None:
             self.adds_up = True

@@ -37,6 +37,7 @@ from fp8booster.colossal.zero.gathered_weights import GatheredWeights
 from fp8booster.colossal.zero.gradient_store import AccumulatedGradients
 from fp8booster.colossal.zero.noted_norms import noted_norms
 from fp8booster.comm import AutomaticScaling, Encoding
+from fp8booster.comm.threshold import ranks_of
 from fp8booster.comm.transport import gather_many
 from fp8booster.config import FP8Config
 from fp8booster.kernels.message_layout import side_by_side
@@ -337,7 +338,8 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
                 # since
                 of_group += torch.stack(noted_norms(gradients)).square().sum()
             for ranks in group if isinstance(group, tuple) else (group,):
-                dist.all_reduce(of_group, group=ranks)
+                if ranks_of(ranks) > 1:  # over one rank it changes nothing, and costs the host a launch
+                    dist.all_reduce(of_group, group=ranks)
             squares += of_group
         return squares.sqrt()
 
@@ -482,18 +484,26 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         """
         device = get_accelerator().get_current_device()
         messages: dict[dist.ProcessGroup, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        shards, rounded = [], []
         # rounded before they are sent, as Colossal-AI does: half the bytes, and each rank gets the same bits
-        shards = [each.master.detach().to(device, self._dtype) for each in sent]
-        self.gathered_weights.count_in_16_bits([each.working for each in sent], shards)
-        for each, shard in zip(sent, shards, strict=True):
+        for each in sent:
             group = self.param_to_pg[each.working]
             padded = self._working_param_to_padded_working_param[each.working]
-            if isinstance(group, tuple):  # the second gather sends what the first received, so neither is late
-                all_gather_into_flat_tensor_nd(padded, shard, group)
-            elif self._overlap_allgather and not wait:
-                set_all_gather_handle(each.working, all_gather_into_flat_tensor_nd(padded, shard, group, async_op=True))
-            else:
+            late = self._overlap_allgather and not wait
+            if late or isinstance(group, tuple):
+                shard = each.master.detach().to(device, self._dtype)
+                # over two groups the second gather sends what the first received, so neither is late
+                work = all_gather_into_flat_tensor_nd(padded, shard, group, async_op=not isinstance(group, tuple))
+                if not isinstance(group, tuple):
+                    set_all_gather_handle(each.working, work)
+            else:  # within the message, which nobody reads by now
+                shard = each.part_of(padded)
                 messages.setdefault(group, []).append((padded, shard))
+                rounded.append((shard, each.master))
+            shards.append(shard)
+        if rounded:
+            torch._foreach_copy_(*map(list, zip(*rounded, strict=True)))
+        self.gathered_weights.count_in_16_bits([each.working for each in sent], shards)
         works = [work for group, of_group in messages.items() for work in gather_many(of_group, group)]
         if wait:
             for work in works:

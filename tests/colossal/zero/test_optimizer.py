@@ -249,6 +249,7 @@ def test_norms_are_found_when_they_are_many(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_norm_is_over_all_groups_and_the_ranks_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """What stands in for a reduction multiplies by as many as there are ranks."""
     ranks = {"pair": 2, "four": 4, "three": 3}
+    monkeypatch.setattr(module, "ranks_of", ranks.__getitem__)
     monkeypatch.setattr(module.dist, "all_reduce", lambda squares, group: squares.mul_(ranks[group]))
 
     def store(*groups: list[float]) -> SimpleNamespace:
@@ -327,6 +328,8 @@ def test_what_is_sent_is_published_with_its_amax_and_the_rest_is_waited_for() ->
 def test_masters_are_gathered_in_the_working_dtype_by_group(late: bool, wait: bool, monkeypatch) -> None:
     updates = [update(number, 0) for number in range(4)]
     groups = ["one", "other", ("first", "second"), "one"]
+    for each in updates:
+        each.store = SimpleNamespace(world_size=2, local_rank=1)
     padded = {each.working: torch.zeros(4, dtype=torch.bfloat16) for each in updates}
     begun, waited, handles, counted = [], [], [], []
 
@@ -337,6 +340,8 @@ def test_masters_are_gathered_in_the_working_dtype_by_group(late: bool, wait: bo
     def gather(messages: list, group: object) -> list[SimpleNamespace]:
         begun.append((group, [int(shard[0]) for _, shard in messages]))
         assert all(any(whole is each for each in padded.values()) for whole, _ in messages)
+        assert all(torch.equal(whole[2:], shard) and whole[:2].tolist() == [0, 0] for whole, shard in messages)
+        assert all(whole.data_ptr() + 4 == shard.data_ptr() for whole, shard in messages)
         return [SimpleNamespace(wait=lambda: waited.append(group))]
 
     monkeypatch.setattr(module, "all_gather_into_flat_tensor_nd", gather_nd)
