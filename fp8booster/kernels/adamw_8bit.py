@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from struct import Struct
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -35,8 +35,10 @@ STEPS = 254  # of second moments, from the least to the largest of a block: code
 LARGEST = 0x7F7FFFFF  # bits of the largest finite float32: one code too many must not decode to infinity
 NAN = 0x7FC00000
 
-SEED, AMAX, INVERSE = 3, 4, 5
+SEED, AMAX, INVERSE, GRADIENT = 3, 4, 5, 6
 """Places in a row of `step_rows`."""
+
+_ROW = Struct("=3fi2fq")  # such a row: the seed is a 32-bit integer, the address of the gradient one of 64 bits
 
 _AT_ONCE = 2**16  # values updated at a time, a multiple of a block's: they stay in a processor's cache
 
@@ -82,10 +84,23 @@ class Shards8bit(NamedTuple):
 
     moments: Sequence[Moments8bit]
 
+    steps: Sequence[int]
+    """How many each has taken, this one included."""
+
+    numbers: Sequence[int]
+    """Of each, one that no other has: it seeds chance."""
+
     def part(self, begin: int, end: int) -> Shards8bit:
         """Return the tensors from one place to another."""
         here = slice(begin, end)
-        return Shards8bit(self.values[here], self.lows[here], self.gradients[here], self.moments[here])
+        return Shards8bit(
+            self.values[here],
+            self.lows[here],
+            self.gradients[here],
+            self.moments[here],
+            self.steps[here],
+            self.numbers[here],
+        )
 
     def require_updatable(self) -> None:
         """Raise ValueError where `update_8bit` cannot update a weight."""
@@ -96,7 +111,7 @@ class Shards8bit(NamedTuple):
 
 
 @operator()
-def update_8bit(shards: Shards8bit, rows: Tensor, rates: AdamRates, skipped: Tensor) -> None:
+def update_8bit(shards: Shards8bit, rates: AdamRates, skipped: Tensor, divisor: Tensor | None = None) -> Tensor:
     """Take one step of Adam (Kingma and Ba, algorithm 1) or AdamW (Loshchilov and Hutter, algorithm 2) in place.
 
     The update is computed in FP32 from moments that are not yet rounded, each operation rounded by itself. A block
@@ -104,18 +119,22 @@ def update_8bit(shards: Shards8bit, rows: Tensor, rates: AdamRates, skipped: Ten
     finite.
 
     Args:
-        shards: values, low bits and moments are written.
-        rows: float32 [shards, 8], from `step_rows`; `rows[:, AMAX]` takes the largest magnitude among the new values of
-            each.
-        rates: betas, eps and the kind of decay; the rest is in the rows.
+        shards: one or more; values, low bits and moments are written.
+        rates: of the step; `lr` as a number.
         skipped: int32 []; the number of blocks that were left as they are is added.
+        divisor: float32 [] on their device; gradients are divided by it first. None: they are not.
+
+    Returns:
+        float32 [shards]: the largest magnitude among the new values of each; 0 of an empty one.
 
     Raises:
         ValueError: a tensor's values lie apart, or a weight is FP16.
     """
     shards.require_updatable()
-    for value, low, gradient, moments, row in zip(*shards, rows, strict=True):
+    rows = step_rows(shards, rates, divisor)
+    for value, low, gradient, moments, row in zip(*shards[:4], rows, strict=True):
         _update_shard(value, low, gradient, moments, row, rates, skipped)
+    return rows[:, AMAX]
 
 
 def _update_shard(
@@ -127,7 +146,7 @@ def _update_shard(
     rates: AdamRates,
     skipped: Tensor,
 ) -> None:
-    """`update_8bit` of one tensor, with its row."""
+    """`update_8bit` of one tensor, with its row, which takes the amax."""
     flat = [None if each is None else each.flatten() for each in (value, low, gradient, moments.first, moments.second)]
     largest = torch.zeros((), dtype=torch.float32, device=value.device)
     for begin in range(0, value.numel(), _AT_ONCE):
@@ -204,34 +223,29 @@ def left_blocks(g: Tensor, row: Tensor) -> Tensor:
     return ~(g.isfinite().all(dim=1) & (row[INVERSE] > 0))
 
 
-def step_rows(
-    rates: AdamRates, steps: Sequence[int], numbers: Sequence[int], device: torch.device, divisor: Tensor | None = None
-) -> Tensor:
-    """Return the numbers of a step that differ between tensors: float32 [tensors, 8].
+def step_rows(shards: Shards8bit, rates: AdamRates, divisor: Tensor | None = None) -> Tensor:
+    """Return the numbers of a step that differ between tensors: float32 [shards, 8] on their device.
 
     A row holds the factor of weight decay, the step size lr / (1 - beta1^t), 1 / the root of 1 - beta2^t, the bits of
-    a seed for chance, which differs between steps and tensors, a zero, where the amax comes, and 1 / the divisor; 32
-    bytes, so that each begins at a multiple of 16.
+    a seed for chance, which differs between steps and tensors, a zero, where the amax comes, 1 / the divisor, and the
+    address of the gradient, of 64 bits, which kernels read. It takes 32 bytes, so that each begins at a multiple of 16.
 
     Args:
-        rates: of the step; `lr` as a number.
-        steps: of each tensor, how many it has taken with this one.
-        numbers: of each tensor, one that no other has.
-        device: of the tensors.
-        divisor: gradients are divided by it first: float32 [] on the device. None: they are not.
+        shards, rates, divisor: as `update_8bit` takes them.
     """
+    device, steps = shards.values[0].device, shards.steps
     # by Python's floats, of 64 bits, and rounded once
     decay = rates.lr * rates.weight_decay if rates.decoupled else rates.weight_decay
     # few numbers of steps, mostly one, for many tensors
     factors = {t: (rates.lr / (1 - rates.betas[0] ** t), (1 - rates.betas[1] ** t) ** -0.5) for t in set(steps)}
     # pinned: the host must not wait, for it comes here for each bucket within backward
     rows = torch.empty(len(steps), 8, dtype=torch.float32, pin_memory=device.type == "cuda")
-    filled = rows.numpy()
-    filled[:] = (decay, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0)
-    filled[:, 1:SEED] = [factors[t] for t in steps]
-    # odd multipliers of large spread: neighbouring steps and tensors draw unlike numbers
-    seeds = [(t * 0x9E3779B1 + number * 0x85EBCA77) & 0x7FFFFFFF for t, number in zip(steps, numbers, strict=True)]
-    filled.view(np.int32)[:, SEED] = seeds
+    filled = rows.numpy()  # a buffer, into which a row is packed for less than a tensor of numbers takes
+    addresses = map(Tensor.data_ptr, shards.gradients)
+    for place, (t, number, address) in enumerate(zip(steps, shards.numbers, addresses, strict=True)):
+        # odd multipliers of large spread: neighbouring steps and tensors draw unlike numbers
+        seed = (t * 0x9E3779B1 + number * 0x85EBCA77) & 0x7FFFFFFF
+        _ROW.pack_into(filled, place * _ROW.size, decay, *factors[t], seed, 0.0, 1.0, address)
     rows = rows.to(device, non_blocking=True)
     if divisor is not None:
         rows[:, INVERSE] = divisor.reciprocal()

@@ -8,7 +8,17 @@ import triton
 import triton.language as tl
 
 from fp8booster.kernels.adamw import AdamRates
-from fp8booster.kernels.adamw_8bit import BLOCK, LARGEST, MOST_OCTAVES, NAN, STEPS, Shards8bit
+from fp8booster.kernels.adamw_8bit import (
+    AMAX,
+    BLOCK,
+    GRADIENT,
+    LARGEST,
+    MOST_OCTAVES,
+    NAN,
+    STEPS,
+    Shards8bit,
+    step_rows,
+)
 from fp8booster.kernels.group_codes_triton import decode_roots, encode_roots, to_integers
 from fp8booster.kernels.launch import ceil_div
 from fp8booster.kernels.tables_triton import launch_over, own_entry, own_pointer, own_size
@@ -18,19 +28,20 @@ from fp8booster.kernels.tables_triton import launch_over, own_entry, own_pointer
 _BLOCKS, _WARPS = 1, 1
 
 _LARGEST, _SPAN, _STEPS, _NAN = (tl.constexpr(each) for each in (LARGEST, MOST_OCTAVES << 23, STEPS, NAN))
+_ADDRESS = tl.constexpr(GRADIENT // 2)  # in a row, counted by 64 bits
 
 
 @triton.jit
 def adamw_8bit_kernel(
-    entries,  # of values, lows, gradients, firsts, amaxes, seconds, ranges and the count of values
+    entries,  # of values, lows, firsts, amaxes, seconds, ranges and the count of values
     owners,
     values,
     lows,  # int16, or the values again where they are FP32 and nothing is lacking
-    gradients,
     firsts,
     amaxes,
     seconds,
     ranges,
+    gradients,
     rows,  # float32 [shards, 8], see `adamw_8bit.step_rows`
     skipped,
     beta1,
@@ -44,16 +55,16 @@ def adamw_8bit_kernel(
     ALIGNED: tl.constexpr,
 ):
     """Each program updates BLOCKS rows of BLOCK values; compiled so that no product and sum are rounded as one."""
-    entry, shard, program = own_entry(entries, owners, 8)
+    entry, shard, program = own_entry(entries, owners, 7)
+    row = rows + 8 * shard
     values = own_pointer(entry, 0, values, ALIGNED)
     lows = own_pointer(entry, 1, lows, ALIGNED)
-    gradients = own_pointer(entry, 2, gradients, ALIGNED)
-    firsts = own_pointer(entry, 3, firsts, ALIGNED)
-    amaxes = own_pointer(entry, 4, amaxes, ALIGNED)
-    seconds = own_pointer(entry, 5, seconds, ALIGNED)
-    ranges = own_pointer(entry, 6, ranges, ALIGNED)
-    count = own_size(entry, 7, ALIGNED)
-    row = rows + 8 * shard
+    firsts = own_pointer(entry, 2, firsts, ALIGNED)
+    amaxes = own_pointer(entry, 3, amaxes, ALIGNED)
+    seconds = own_pointer(entry, 4, seconds, ALIGNED)
+    ranges = own_pointer(entry, 5, ranges, ALIGNED)
+    count = own_size(entry, 6, ALIGNED)
+    gradients = own_pointer(row.to(tl.pointer_type(tl.int64), bitcast=True), _ADDRESS, gradients, ALIGNED)
     decay, step_size, inverse_root = tl.load(row), tl.load(row + 1), tl.load(row + 2)
     seed = tl.load((row + 3).to(tl.pointer_type(tl.int32), bitcast=True))
     amax = (row + 4).to(tl.pointer_type(tl.int32), bitcast=True)
@@ -156,20 +167,24 @@ def _programs(counts: np.ndarray) -> np.ndarray:
     return ceil_div(counts, BLOCK * _BLOCKS)
 
 
-def update_8bit_triton(shards: Shards8bit, rows: torch.Tensor, rates: AdamRates, skipped: torch.Tensor) -> None:
+def update_8bit_triton(
+    shards: Shards8bit, rates: AdamRates, skipped: torch.Tensor, divisor: torch.Tensor | None = None
+) -> torch.Tensor:
     """Compute `update_8bit`, byte for byte."""
     shards.require_updatable()
+    rows = step_rows(shards, rates, divisor)
     values = shards.values
     lows = [value if low is None else low for value, low in zip(values, shards.lows, strict=True)]
     beta1, beta2 = rates.betas
     numbers = (beta1, 1 - beta1, beta2, 1 - beta2, rates.denominator_eps())
     launch_over(
         adamw_8bit_kernel,
-        (values, lows, shards.gradients, *zip(*shards.moments, strict=True)),
+        (values, lows, *zip(*shards.moments, strict=True)),
         [list(map(torch.Tensor.numel, values))],
         _programs,
         (rows, skipped),
         tuple(map(float, numbers)),
+        moving=[shards.gradients],
         num_warps=_WARPS,
         enable_fp_fusion=False,
         DECOUPLED=rates.decoupled,
@@ -177,3 +192,4 @@ def update_8bit_triton(shards: Shards8bit, rows: torch.Tensor, rates: AdamRates,
         BLOCK=BLOCK,
     )
     torch.autograd.graph.increment_version(values)
+    return rows[:, AMAX]

@@ -31,6 +31,7 @@ RUN = tl.constexpr(_RUN)
 MOST_FIELDS = 10  # of an entry, with its place and its first program
 
 _dtype = attrgetter("dtype")
+_beyond_alignment = (ALIGNMENT - 1).__and__
 
 
 @triton.jit
@@ -94,13 +95,14 @@ def launch_over(
     numbers: tuple[int | float, ...] = (),
     *,
     scalars: Sequence[Sequence[Tensor]] = (),
+    moving: Sequence[Sequence[Tensor]] = (),
     **options: Any,
 ) -> None:
     """Launch a kernel once for all entries whose tensors have the same dtypes and are aligned alike.
 
-    The kernel takes the table, the owners, a pointer of each kind, for its type, then `others`, `numbers`, constants,
-    and `ALIGNED`: whether the addresses of tensors and the sizes are multiples of 16. Fields of an entry are its
-    tensors, its scalars and its sizes, in this order.
+    The kernel takes the table, the owners, a pointer of each kind, those that move last, for its type, then `others`,
+    `numbers`, constants, and `ALIGNED`: whether the addresses of tensors and the sizes are multiples of 16. Fields of
+    an entry are its tensors, its scalars and its sizes, in this order.
 
     Tables are remembered. A step mostly finds its tensors where those of the last one lay, and sends none anew.
 
@@ -113,12 +115,17 @@ def launch_over(
         others: tensors that all entries share.
         numbers, options: as of `launch`.
         scalars: as `tensors`, for those of one value.
+        moving: as `tensors`, for those that lie elsewhere in each step. The kernel finds their addresses in `others`:
+            a table that has them would be sent anew in each step.
     """
     kinds = [*tensors, *scalars]
     like = kinds[0][0]
     addresses = tuple(map(Tensor.data_ptr, chain.from_iterable(kinds)))
+    beyond = tuple(map(_beyond_alignment, map(Tensor.data_ptr, chain.from_iterable(moving))))
+    kinds += moving
     dtypes = tuple(map(_dtype, chain.from_iterable(kinds)))
-    entries = addresses, dtypes, tuple(chain.from_iterable(sizes)), programs, len(tensors), len(kinds), like.device
+    flat_sizes = tuple(chain.from_iterable(sizes))
+    entries = addresses, beyond, dtypes, flat_sizes, programs, len(tensors), len(kinds), like.device
     if _is_captured(like.device):
         parts = _parts(*entries, _captured_table)
     else:  # by the stream too: on another one the copy may not have ended, or its memory may be given to others
@@ -152,6 +159,7 @@ def _known_parts(entries: tuple, stream: int | None) -> list[_Part]:
 
 def _parts(
     addresses: tuple[int, ...],
+    beyond: tuple[int, ...],
     dtypes: tuple[torch.dtype, ...],
     sizes: tuple[int, ...],
     programs: Callable[..., np.ndarray],
@@ -163,18 +171,21 @@ def _parts(
     """Divide entries into launches.
 
     Args:
-        addresses, dtypes: of each kind, those of all entries; so are sizes.
+        addresses, dtypes: of each kind, those of all entries; so are sizes. Those that move have dtypes alone.
+        beyond: of those that move, the bytes by which they miss the alignment.
         sizes, programs: as in `launch_over`.
         tensors: the number of kinds of tensors, the first of all.
-        kinds: the number of kinds.
+        kinds: the number of kinds, with those that move.
         device: of the tables.
         table: makes one.
     """
-    count = len(addresses) // kinds
+    count = len(dtypes) // kinds
     fields = np.array((*addresses, *sizes), dtype=np.int64).reshape(-1, count)
+    of_sizes = fields[len(addresses) // count :]
     # one look at all: an address or size that is no multiple of 16 leaves a low bit
-    bits = np.bitwise_or.reduce(fields[:tensors]) | np.bitwise_or.reduce(fields[kinds:])
-    counts = programs(*fields[kinds:])
+    looked_at = (*fields[:tensors], *of_sizes, *np.array(beyond, dtype=np.int64).reshape(-1, count))
+    bits = np.bitwise_or.reduce(looked_at)
+    counts = programs(*of_sizes)
     # dtypes and alignment are constants of a compiled kernel: as many launches as there are kinds, of many tensors each
     alike: dict[tuple, list[int]] = {}
     of_each = (dtypes[kind * count : (kind + 1) * count] for kind in range(kinds))

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fp8booster.argument_types import require_types
 from fp8booster.kernels.adamw import AdamRates, require_rates
-from fp8booster.kernels.adamw_8bit import AMAX, Shards8bit, master_of, split, step_rows, update_8bit
+from fp8booster.kernels.adamw_8bit import Shards8bit, master_of, split, step_rows, update_8bit
 from fp8booster.kernels.code_statistics import MomentSample
 from fp8booster.optim.gradient_sums import GRADIENT_ACCUMULATIONS, GradientSum, added, value_of
 from fp8booster.optim.states_8bit import LOW, State, States, as_tensor
@@ -334,14 +334,13 @@ class AdamW(Optimizer):
                 "an engine has put tensors in the place of this optimizer's parameters; boost it with a plugin of "
                 "fp8booster.plugins, or take torch.optim.AdamW"
             ) from None
-        # the rows of the step are made on the host, so a tensor's number has to come there
+        # the numbers of the step are made on the host, so a tensor's has to come there
         rates = rates_of(group, decoupled=True)._replace(lr=float(group["lr"]))
         device = parameters[0].device
         states = [self._state_of(parameter) for parameter in parameters]
         # first: the corrections of the moments count this step
         for state in states:
             state.codes["step"] += 1
-        rows = step_rows(rates, [state.codes["step"] for state in states], numbers, device, divisor)
         # counted on the device: the host would wait for it at each step, and mostly for a zero
         if device not in self._skipped:
             self._skipped[device] = torch.zeros((), dtype=torch.int32, device=device)
@@ -351,26 +350,28 @@ class AdamW(Optimizer):
             [state.codes.get(LOW) for state in states],
             list(map(torch.Tensor.contiguous, gradients)),
             [state.moments for state in states],
+            [state.codes["step"] for state in states],
+            numbers,
         )
-        self._update_observed(shards, rows, rates)
-        return rows[:, AMAX]
+        return self._update_observed(shards, rates, divisor)
 
-    def _update_observed(self, shards: Shards8bit, rows: torch.Tensor, rates: AdamRates) -> None:
+    def _update_observed(self, shards: Shards8bit, rates: AdamRates, divisor: torch.Tensor | None) -> torch.Tensor:
         """Update tensors of one device, in one call but for those whose moments an observer samples."""
-        skipped, begin = self._skipped[rows.device], 0
+        skipped, begin, count = self._skipped[shards.values[0].device], 0, len(shards.values)
+        amaxes = []
         for place, parameter in enumerate(shards.values if observers else ()):
             number = id(self.parameters.get(parameter, parameter))
-            sample = partial(_sample_of, shards, rows, rates, place)
+            sample = partial(_sample_of, shards, place, rates, divisor)
             then = [observe(number, sample) for observe in observers]
             if any(then):
                 # a sample holds FP32 moments until its tensor is updated: no two of them at once
-                end = place + 1
-                update_8bit(shards.part(begin, end), rows[begin:end], rates, skipped)
+                amaxes.append(update_8bit(shards.part(begin, place + 1), rates, skipped, divisor))
                 for each in filter(None, then):
                     each()
-                begin = end
-        if begin < len(rows):
-            update_8bit(shards.part(begin, len(rows)), rows[begin:], rates, skipped)
+                begin = place + 1
+        if begin < count:
+            amaxes.append(update_8bit(shards.part(begin, count) if begin else shards, rates, skipped, divisor))
+        return torch.cat(amaxes) if len(amaxes) > 1 else amaxes[0]
 
     def _state_of(self, parameter: torch.Tensor) -> State:
         state = self.state[parameter]
@@ -468,9 +469,9 @@ class AdamW(Optimizer):
         self.state[parameter] = state
 
 
-def _sample_of(shards: Shards8bit, rows: torch.Tensor, rates: AdamRates, place: int) -> MomentSample:
+def _sample_of(shards: Shards8bit, place: int, rates: AdamRates, divisor: torch.Tensor | None) -> MomentSample:
     tensors = shards.values[place], shards.lows[place], shards.gradients[place], shards.moments[place]
-    return MomentSample(*tensors, rows[place], rates)
+    return MomentSample(*tensors, step_rows(shards.part(place, place + 1), rates, divisor)[0], rates)
 
 
 def _require_dense(gradients: Iterable[torch.Tensor]) -> None:

@@ -10,7 +10,6 @@ import torch
 
 from fp8booster.kernels.adamw import AdamRates
 from fp8booster.kernels.adamw_8bit import (
-    AMAX,
     BLOCK,
     MOST_OCTAVES,
     Moments8bit,
@@ -20,7 +19,6 @@ from fp8booster.kernels.adamw_8bit import (
     encode_second,
     master_of,
     split,
-    step_rows,
     update_8bit,
 )
 from fp8booster.kernels.group_codes import encode_roots
@@ -158,11 +156,11 @@ def flat(weight: torch.Tensor, low: torch.Tensor | None, moments: Moments8bit) -
 
 
 def update_one(
-    state: tuple, gradient: torch.Tensor, row: torch.Tensor, skipped: torch.Tensor, rates: AdamRates = RATES
-) -> None:
-    """Update one tensor, of `tensors`, with its row."""
+    state: tuple, gradient: torch.Tensor, step: int, skipped: torch.Tensor, divisor: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Update one tensor, of `tensors`, and return its amax."""
     weight, low, moments = state
-    update_8bit(Shards8bit([weight], [low], [gradient], [moments]), row[None], rates, skipped)
+    return update_8bit(Shards8bit([weight], [low], [gradient], [moments], [step], [0]), RATES, skipped, divisor)[0]
 
 
 def gradients(count: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
@@ -186,7 +184,7 @@ def test_the_step_is_torchs_up_to_the_rounding_of_moments(dtype, device) -> None
         gradient = torch.randn(5000, device=device)
         parameter.grad = gradient.clone()
         optimizer.step()
-        update_one((weight, low, moments), gradient, step_rows(RATES, [step], [0], device)[0], skipped)
+        update_one((weight, low, moments), gradient, step, skipped)
     found = weight if low is None else master_of(weight, low)
     moved = (parameter.detach() - master).norm()
     assert (found - parameter.detach()).norm() < 0.01 * moved
@@ -202,7 +200,7 @@ def test_a_block_whose_gradient_is_not_finite_stays_as_it_is(dtype, device) -> N
         gradient = torch.randn(700, device=device)
         if bad is not None:
             gradient[bad] = math.inf
-        update_one(state, gradient, step_rows(RATES, [step], [0], device)[0], skipped)
+        update_one(state, gradient, step, skipped)
         for found, was in zip(flat(*state), flat(*before), strict=True):
             of_block = slice(256, 512) if len(found) == 700 else slice(1, 2)
             assert torch.equal(found[of_block], was[of_block]) is (bad is not None)
@@ -217,13 +215,8 @@ def test_gradients_are_divided_and_the_amax_is_found(dtype, device) -> None:
     skipped = torch.zeros((), dtype=torch.int32, device=device)
     for step in range(1, 4):
         gradient = torch.randn(1000, device=device)
-        rows = [
-            step_rows(RATES, [step], [0], torch.device(device), divisor)[0]
-            for divisor in (torch.tensor(8.0, device=device), None)
-        ]
-        update_one(divided, 8 * gradient, rows[0], skipped)
-        update_one(other, gradient, rows[1], skipped)
-        assert rows[0][AMAX] == rows[1][AMAX] == divided[0].abs().max()
+        amax = update_one(divided, 8 * gradient, step, skipped, torch.tensor(8.0, device=device))
+        assert amax == update_one(other, gradient, step, skipped) == divided[0].abs().max()
         assert all(torch.equal(*pair) for pair in zip(flat(*divided), flat(*other), strict=True))
 
 
@@ -232,20 +225,19 @@ def test_a_divisor_that_is_not_finite_leaves_all_as_it_is(bad, device) -> None:
     state = tensors(700, torch.float32, device)
     before = copied(*state)
     skipped = torch.zeros((), dtype=torch.int32, device=device)
-    row = step_rows(RATES, [1], [0], torch.device(device), torch.tensor(bad, device=device))[0]
-    update_one(state, torch.ones(700, device=device), row, skipped)
+    amax = update_one(state, torch.ones(700, device=device), 1, skipped, torch.tensor(bad, device=device))
     assert all(torch.equal(*pair) for pair in zip(flat(*state), flat(*before), strict=True))
     assert skipped == 3
-    assert row[AMAX] == state[0].abs().max()
+    assert amax == state[0].abs().max()
 
 
 def test_wrong_tensors_are_refused() -> None:
     weight, low, moments = tensors(512, torch.bfloat16)
-    row, skipped = step_rows(RATES, [1], [0], torch.device("cpu"))[0], torch.zeros((), dtype=torch.int32)
+    skipped = torch.zeros((), dtype=torch.int32)
     with pytest.raises(ValueError, match=r"a weight is torch.float16; give FP32, or BF16"):
-        update_one((weight.half(), low, moments), weight, row, skipped)
+        update_one((weight.half(), low, moments), weight, 1, skipped)
     with pytest.raises(ValueError, match="give contiguous tensors"):
-        update_one((weight, low, moments), torch.zeros(1024)[::2], row, skipped)
+        update_one((weight, low, moments), torch.zeros(1024)[::2], 1, skipped)
 
 
 KINDS = (
@@ -262,9 +254,11 @@ def shifted(each: torch.Tensor) -> torch.Tensor:
     return torch.cat([each.new_zeros(1), each.flatten()])[1:].view(each.shape)
 
 
-def shards_of(states: Sequence[tuple], given: Sequence[torch.Tensor]) -> Shards8bit:
+def shards_of(states: Sequence[tuple], given: Sequence[torch.Tensor], step: int) -> Shards8bit:
     weights, lows, moments = zip(*states, strict=True)
-    return Shards8bit(weights, lows, given, moments)
+    numbers = list(range(7, 7 + len(states)))
+    # some have taken more steps than others
+    return Shards8bit(weights, lows, given, moments, [step + number % 3 for number in numbers], numbers)
 
 
 def updates_differ(device: str, decoupled: bool, blocks: int) -> list[str]:
@@ -284,23 +278,21 @@ def updates_differ(device: str, decoupled: bool, blocks: int) -> list[str]:
         weight[::3] *= torch.zeros_like(weight[::3])  # whatever their low bits are
     theirs = [copied(*each) for each in ours]
     skipped = torch.zeros(2, dtype=torch.int32, device=device)
-    numbers = list(range(7, 7 + len(KINDS)))
     of_steps = [list(gradients(count, dtype)) if count else 6 * [torch.zeros(0)] for count, _, dtype in KINDS]
     for step, of_step in enumerate(zip(*of_steps, strict=True), 1):
         given = [gradient.to(device) for gradient in of_step]
-        # some have taken more steps than others
-        steps = [step + number % 3 for number in numbers]
-        rows = step_rows(rates, steps, numbers, torch.device(device), divisor if step % 2 else None)
-        other_rows = rows.clone()
-        adamw_8bit_triton.update_8bit_triton(shards_of(ours, given), rows, rates, skipped[0])
-        update_8bit.reference(shards_of(theirs, given), other_rows, rates, skipped[1])
-        differ = (rows.view(torch.int32) != other_rows.view(torch.int32)).any(1).tolist()
+        if step % 3 == 0:
+            given[0], given[5] = shifted(given[0]), shifted(given[5])
+        scale = divisor if step % 2 else None
+        mine = adamw_8bit_triton.update_8bit_triton(shards_of(ours, given, step), rates, skipped[0], scale)
+        right = update_8bit.reference(shards_of(theirs, given, step), rates, skipped[1], scale)
+        differ = (mine != right).tolist()
         found += [f"amax of {kind}, step {step}" for kind, differs in zip(KINDS, differ, strict=True) if differs]
     adamw_8bit_triton._BLOCKS = before
     tables_triton._known_parts.cache_clear()
-    for kind, mine, right in zip(KINDS, ours, theirs, strict=True):
-        pairs = zip(flat(*mine), flat(*right), strict=True)
-        if not all(torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in pairs):
+    for kind, one, other in zip(KINDS, ours, theirs, strict=True):
+        pairs = zip(flat(*one), flat(*other), strict=True)
+        if not all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs):
             found.append(str(kind))
     # of each tensor the first block and the last
     blocks_left = sum(len({0, (count - 1) // BLOCK}) for count, *_ in KINDS if count)

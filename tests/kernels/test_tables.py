@@ -58,6 +58,30 @@ def test_a_table_is_made_again_for_other_places_sizes_types_programs_and_streams
     assert len(made) == 6
 
 
+def test_what_moves_is_in_no_table_but_tells_entries_apart(made, monkeypatch) -> None:
+    launched: list[tuple] = []
+    monkeypatch.setattr(tables_triton, "launch", lambda *arguments, **options: launched.append((arguments, options)))
+    parts = list(torch.zeros(3 * 4096).split(4096))
+
+    def move(*moving: Tensor) -> None:
+        launched.clear()
+        sizes = [list(map(Tensor.numel, parts))]
+        programs = shard_cast_triton._parts_of
+        launch_over(shard_cast_triton.cast_shards_kernel, [parts], sizes, programs, moving=[moving])
+
+    for _ in range(2):
+        here = [torch.zeros(4096) for _ in parts]
+        move(*here)
+        [(arguments, options)] = launched
+        assert arguments[2][-1] is here[0]
+        assert options["ALIGNED"]
+    assert len(made) == 1
+    assert [row[:-1] for row in made[0]] == [[each.data_ptr(), 4096, place] for place, each in enumerate(parts)]
+    move(here[0], torch.zeros(4097)[1:], here[2].bfloat16())
+    assert [options["ALIGNED"] for _, options in launched] == [True, False, True]
+    assert len(made) == 4
+
+
 def test_a_capture_neither_reads_nor_remembers_tables(made, monkeypatch) -> None:
     tensors = [torch.zeros(4096)]
     captured = []

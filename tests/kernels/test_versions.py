@@ -11,7 +11,7 @@ import torch
 from fp8booster import formats
 from fp8booster.kernels import cross_entropy, rope, shard_cast
 from fp8booster.kernels.adamw import AdamRates
-from fp8booster.kernels.adamw_8bit import Moments8bit, Shards8bit, step_rows, update_8bit
+from fp8booster.kernels.adamw_8bit import Moments8bit, Shards8bit, update_8bit
 from fp8booster.kernels.operators import Operator
 
 pytest.importorskip("triton")
@@ -32,7 +32,6 @@ def fp8(*shape: int) -> torch.Tensor:
 def calls() -> dict[str, tuple[Callable[[], object], list[torch.Tensor]]]:
     """Each entry with what it writes."""
     master, eight_bit = torch.zeros(16), Moments8bit.zeros(16, torch.device("cpu"))
-    rows = step_rows(RATES, [1], [0], torch.device("cpu"))
     x, one, angles = torch.ones(16, 32), torch.ones(()), torch.ones(1, 2, 4)
     qkv, out, transpose = torch.ones(1, 2, 3, 4), fp8(16 * 32), fp8(32, 16)
     return {
@@ -44,7 +43,7 @@ def calls() -> dict[str, tuple[Callable[[], object], list[torch.Tensor]]]:
             [out, one],
         ),
         "update_8bit": (
-            lambda: update_8bit(Shards8bit([master], [None], [master], [eight_bit]), rows, RATES, one),
+            lambda: update_8bit(Shards8bit([master], [None], [master], [eight_bit], [1], [0]), RATES, one),
             [master],
         ),
         "unpack": (lambda: shard_cast.unpack([fp8(16, 32)], [one], [transpose], [x]), [transpose, x]),

@@ -486,9 +486,9 @@ def test_tensors_are_updated_at_once_but_for_those_whose_moments_are_sampled(dev
         made = sample()
         return lambda: read.append(made.statistics())
 
-    def seen(shards: Shards8bit, *rest: object) -> None:
+    def seen(shards: Shards8bit, *rest: object) -> torch.Tensor:
         sizes.append(len(shards.values))
-        update(shards, *rest)
+        return update(shards, *rest)
 
     monkeypatch.setattr(adamw, "update_8bit", seen)
     for each in (plain, optimizer):
@@ -501,6 +501,7 @@ def test_tensors_are_updated_at_once_but_for_those_whose_moments_are_sampled(dev
     assert [[count for count, _ in moments] for moments in read] == 2 * [2 * [256]]
     for one, other in zip(plain.param_groups[0]["params"], weights, strict=True):
         assert torch.equal(one, other)
+        assert plain.amaxes[one] == optimizer.amaxes[other] == one.abs().max()
         assert all(map(torch.equal, plain.state[one].moments, optimizer.state[other].moments))
 
 
