@@ -192,4 +192,4 @@ def update_8bit_triton(
         BLOCK=BLOCK,
     )
     torch.autograd.graph.increment_version(values)
-    return rows[:, AMAX]
+    return rows.select(1, AMAX)  # quicker than by an index

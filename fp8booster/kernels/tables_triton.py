@@ -131,7 +131,7 @@ def launch_over(
     else:  # by the stream too: on another one the copy may not have ended, or its memory may be given to others
         parts = _known_parts(entries, current_stream(like))
     for part in parts:
-        pointers = (part.entries, part.owners, *(kind[part.first] for kind in kinds), *others)
+        pointers = (part.entries, part.owners, *[kind[part.first] for kind in kinds], *others)
         launch(kernel, part.programs, pointers, numbers, **options, ALIGNED=part.aligned)
 
 

@@ -240,7 +240,8 @@ class AdamW(Optimizer):
         amaxes: dict[torch.nn.Parameter, torch.Tensor] = {}
         self.amaxes = amaxes
         for group in self.param_groups:
-            for parameter in filter(self.gradient_sums.__contains__, group["params"]):  # one sum in FP32 at a time
+            waiting = filter(self.gradient_sums.__contains__, group["params"]) if self.gradient_sums else ()
+            for parameter in waiting:  # one sum in FP32 at a time
                 total = self.gradient_sums.pop(parameter)[1]
                 amaxes.update(self._update(group, [parameter], [value_of(total, parameter.grad)], divisor))
                 parameter.grad = None
