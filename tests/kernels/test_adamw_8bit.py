@@ -14,11 +14,13 @@ from fp8booster.kernels.adamw_8bit import (
     MOST_OCTAVES,
     Moments8bit,
     Shards8bit,
+    _update_part,
     decode_first,
     decode_second,
     encode_second,
     master_of,
     split,
+    step_rows,
     update_8bit,
 )
 from fp8booster.kernels.group_codes import encode_roots
@@ -309,3 +311,54 @@ def test_the_interpreted_kernel_is_its_reference(decoupled, blocks) -> None:
 @pytest.mark.parametrize("blocks", [1, 2, 4])
 def test_the_kernel_is_its_reference(decoupled, blocks) -> None:
     assert updates_differ("cuda", decoupled, blocks) == []
+
+
+def the_end_differs(device: str, count: int) -> list[str]:
+    """What of the last values of a tensor is not as the reference has it; all before have no gradient."""
+    from fp8booster.kernels.adamw_8bit_triton import update_8bit_triton
+
+    torch.manual_seed(0)
+    begin = count // BLOCK * BLOCK - BLOCK
+    of_blocks = slice(begin // BLOCK, None)
+    weight = torch.zeros(count, dtype=torch.bfloat16, device=device)
+    low, gradient = torch.zeros_like(weight, dtype=torch.int16), torch.zeros_like(weight)
+    moments = Moments8bit.zeros(count, torch.device(device))
+    weight[begin:], low[begin:] = (each.to(device) for each in split(torch.randn(count - begin)))
+    gradient[begin:] = torch.randn(count - begin, device=device)
+    # one after it in the table, where programs before it are many
+    other = tensors(700, torch.bfloat16, device)
+    shards = Shards8bit(
+        [weight, other[0]],
+        [low, other[1]],
+        [gradient, torch.ones(700, device=device)],
+        [moments, other[2]],
+        [1, 1],
+        [3, 4],
+    )
+    first, amaxes, second, ranges = moments
+    parts = weight[begin:], low[begin:], first[begin:], amaxes[of_blocks], second[begin:], ranges[of_blocks]
+    before = copied(*other)
+    wanted = [each.clone() for each in parts]
+    skipped = torch.zeros((), dtype=torch.int32, device=device)
+    found = update_8bit_triton(shards, RATES, skipped)
+    row = step_rows(shards, RATES)[0]
+    _update_part(*wanted[:2], gradient[begin:], Moments8bit(*wanted[2:]), row, RATES, skipped, begin)
+    row_of_other = step_rows(shards, RATES)[1]
+    _update_part(*before[:2], shards.gradients[1], before[2], row_of_other, RATES, skipped, 0)
+    names = ("weight", "low", "first", "amaxes", "second", "ranges")
+    differ = [name for name, part, want in zip(names, parts, wanted, strict=True) if not torch.equal(part, want)]
+    pairs = zip(flat(*other), flat(*before), strict=True)
+    if not all(torch.equal(one, want) for one, want in pairs):
+        differ.append("the tensor after it")
+    if found.tolist() != [weight[begin:].abs().max().item(), other[0].abs().max().item()] or skipped != 0:
+        differ.append("amaxes or skipped blocks")
+    return differ
+
+
+def test_the_interpreted_kernel_updates_the_end() -> None:
+    assert interpreted(the_end_differs, "cpu", 9000) == []
+
+
+@pytest.mark.gpu
+def test_the_end_of_a_tensor_of_more_than_2_to_31_values_is_updated() -> None:
+    assert the_end_differs("cuda", 2**31 + 700) == []
