@@ -85,7 +85,7 @@ def product(
     # on CUDA rowwise products come in BF16 alone, and a bias is added only to 16-bit results
     product_dtype = torch.bfloat16 if rowwise and is_cuda else out_dtype
     epilogue = bias if bias is not None and bias.dtype is product_dtype is not torch.float32 else None
-    fits = out is not None and is_cuda and out.dtype is product_dtype and out.shape == (len(a), len(b))
+    fits = out is not None and out.dtype is product_dtype and out.shape == (len(a), len(b))
     multiply = _scaled_mm_on_cpu if a.is_cpu else torch._scaled_mm
     result = multiply(
         a,

@@ -7,7 +7,17 @@ import gc
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fp8booster.monitor.memory import ACTIVATIONS, BACKWARD, FORWARD, GRADIENTS, TEMPORARY, UPDATE, MemoryTracker
+from fp8booster.monitor.memory import (
+    ACTIVATIONS,
+    BACKWARD,
+    FORWARD,
+    FREE_IN_POOLS,
+    GRADIENTS,
+    TEMPORARY,
+    UPDATE,
+    MemoryTracker,
+    Pool,
+)
 
 MIB = 2**20
 VALUES = MIB // 4
@@ -121,3 +131,33 @@ def test_what_follows_backward_may_count_as_that():
         assert tracker.peaks()[FORWARD].total() == 0
         second = torch.zeros(VALUES)
         assert tracker.peaks()[FORWARD].total() == first.nbytes + second.nbytes
+
+
+def test_a_pool_stays_as_large_as_it_was():
+    with MemoryTracker() as tracker:
+        pool = Pool(tracker, "kept")
+        with tracker.inside(pool):
+            kept = torch.zeros(VALUES)
+            torch.zeros(3 * VALUES)
+            torch.zeros(2 * VALUES)
+        assert (list(pool.held().values()), pool.free) == ([MIB], 3 * MIB)
+        tracker.begin_step()
+        assert tracker.peaks()[FORWARD] == {"kept": MIB, FREE_IN_POOLS: 3 * MIB}
+        del kept
+        tracker.begin_step()
+        assert tracker.peaks()[FORWARD] == {FREE_IN_POOLS: 4 * MIB}
+        del pool
+        gc.collect()
+        tracker.begin_step()
+        assert tracker.bytes == tracker.peaks()[FORWARD].total() == 0
+        assert tracker.made == 6 * MIB
+
+
+def test_what_lies_in_memory_that_is_counted_is_not_counted_again():
+    with MemoryTracker() as tracker:
+        tensor = torch.zeros(VALUES)
+        tracker.lies_elsewhere(tensor)
+        view = tensor.view(2, -1)
+        assert tracker.bytes == 0
+        del tensor, view
+        assert tracker.bytes == 0

@@ -67,9 +67,12 @@ def test_captured_layers_train_as_they_are(name: str, monkeypatch: pytest.Monkey
 
 
 @ranks(2)
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
-def test_captured_stages_train_as_they_are(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stage holds some of the layers, and each of them runs several micro-batches before it goes backward."""
+@pytest.mark.parametrize(("schedule", "zero_stage"), [("1f1b", 0), ("interleaved", 0), ("1f1b", 1)])
+def test_captured_stages_train_as_they_are(schedule: str, zero_stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage holds some of the layers, and each of them runs several micro-batches before it goes backward.
+
+    They are captured in the first step, after which ZeRO begins to give the weights.
+    """
     monkeypatch.setattr(recorder, "recorder_for", lambda _: Rerun())
     losses = []
     for graphs in (False, True):
@@ -80,7 +83,7 @@ def test_captured_stages_train_as_they_are(schedule: str, monkeypatch: pytest.Mo
             fp8_config=FP8Config(always=True, cuda_graphs=graphs),
             tp_size=1,
             pp_size=2,
-            zero_stage=0,
+            zero_stage=zero_stage,
             precision="bf16",
             num_microbatches=MICRO_BATCHES,
             **SCHEDULES[schedule],

@@ -63,14 +63,21 @@ class Configuration:
     name: str
     precision: str  # "bf16" or "fp8"
     options: TrainOptions
-    peaks: Footprint | None = None
+    peaks: Footprint | None = None  # without CUDA graphs, which take only what is left
     why_not: str | None = None  # the reason where there are no `peaks`
+    peaks_with_graphs: Footprint | None = None
+    why_no_graphs: str | None = None  # the reason where there are no `peaks_with_graphs`
 
     @property
     def parts(self) -> Counter[str]:
         """Return the bytes of each part when most memory is held."""
         assert self.peaks is not None  # read where memory was counted alone
         return max(self.peaks.values(), key=Counter.total)
+
+    @property
+    def total_with_graphs(self) -> int | None:
+        """Return the bytes when most memory is held with CUDA graphs, what their pools have free included."""
+        return None if self.peaks_with_graphs is None else max(map(Counter.total, self.peaks_with_graphs.values()))
 
     @property
     def fits_on(self) -> str | None:
@@ -154,6 +161,12 @@ _SMALLER: dict[str, Callable[[TrainOptions], TrainOptions]] = {
     "checkpointing": lambda options: dataclasses.replace(options, checkpointing=True),
 }
 """Changes in the order of their cost in speed, the cheapest first."""
+
+
+def with_graphs(options: TrainOptions, captured: bool) -> TrainOptions:
+    """Return options of FP8 with all layers captured into CUDA graphs, or none; what they said of it is dropped."""
+    others = (pair for pair in options.fp8_options if not pair.startswith("cuda_graphs="))
+    return dataclasses.replace(options, fp8_options=(*others, f"cuda_graphs={str(captured).lower()}"))
 
 
 def planned_config(options: TrainOptions) -> PretrainedConfig:

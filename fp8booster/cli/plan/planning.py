@@ -37,6 +37,7 @@ from .configurations import (
     configurations,
     extended,
     planned_config,
+    with_graphs,
 )
 
 NEEDS_VALUES = {
@@ -109,6 +110,9 @@ def _with_fewest_checkpointed(plan: list[Configuration], gpu: Gpu) -> list[Confi
             name=f"+ checkpointing {count} of {layers}",
             options=dataclasses.replace(options, checkpointed_layers=count),
             peaks=extended(kept.peaks, every.peaks, count / layers),
+            peaks_with_graphs=kept.peaks_with_graphs
+            and every.peaks_with_graphs
+            and extended(kept.peaks_with_graphs, every.peaks_with_graphs, count / layers),
         )
         if gpu.takes(few.parts.total()):
             return [*plan[:-1], few, every]
@@ -147,10 +151,13 @@ def _count(configuration: Configuration, gpu_memory: int) -> Configuration:
     # here: Colossal-AI need not be imported to say what is wrong with options
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-    from .dry_run import footprint
+    from .dry_run import NotCaptured, footprint
 
+    options = configuration.options
     try:
-        peaks = footprint(configuration.options, configuration.precision, gpu_memory)
+        if configuration.precision == "bf16":
+            return dataclasses.replace(configuration, peaks=footprint(options, "bf16", gpu_memory))
+        peaks = footprint(with_graphs(options, captured=False), "fp8", gpu_memory)
     except (ValueError, TypeError) as error:
         return dataclasses.replace(configuration, why_not=str(error))
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -159,7 +166,14 @@ def _count(configuration: Configuration, gpu_memory: int) -> Configuration:
             why_not=f"the model reads values ({error}), and a plan's tensors have none. Models with experts are "
             "planned with transformers 5.",
         )
-    return dataclasses.replace(configuration, peaks=peaks)
+    found = dataclasses.replace(configuration, peaks=peaks)
+    if configuration.fp8_config.cuda_graphs is False:
+        return dataclasses.replace(found, why_no_graphs="cuda_graphs=false turns them off")
+    try:
+        with_all = footprint(with_graphs(options, captured=True), "fp8", gpu_memory)
+    except (NotCaptured, ValueError) as error:  # as a plugin refuses them
+        return dataclasses.replace(found, why_no_graphs=str(error))
+    return dataclasses.replace(found, peaks_with_graphs=with_all)
 
 
 def show(plan: Sequence[Configuration], gpu: Gpu, console: Console) -> None:
@@ -195,10 +209,28 @@ def show(plan: Sequence[Configuration], gpu: Gpu, console: Console) -> None:
     else:
         say(f"The first in FP8 that fits on {gpu.name}, with {RESERVED} GiB left free:")
         say(f"  {shlex.join(fitting.command)}", highlight=False)
+        say(_about_graphs(fitting, gpu))
+
+
+def _about_graphs(fitting: Configuration, gpu: Gpu) -> str:
+    """Return a sentence or two on whether layers are captured, and whether they fit."""
+    total = fitting.total_with_graphs
+    if total is None:
+        return f"No layer is captured into CUDA graphs: {fitting.why_no_graphs}."
+    more = (total - fitting.parts.total()) / GIB
+    taken = f"CUDA graphs of its layers take {more:.1f} GiB more, {total / GIB:.1f} at the peak"
+    if fitting.fp8_config.cuda_graphs is None:
+        taken += ", if the host takes longer for a layer than the GPU, which a plan cannot tell"
+    if not gpu.takes(total):
+        taken += f". {gpu.name} has no room for those of all layers: the others run without"
+    return f"{taken}."
 
 
 def as_record(plan: Sequence[Configuration]) -> list[dict[str, Any]]:
-    """Return for JSON the command of each configuration, its bytes by part and phase, and the GPU that it fits on."""
+    """Return for JSON the command of each configuration, its bytes by part and phase, and the GPU that it fits on.
+
+    In FP8 with the bytes at the peak with CUDA graphs too, or the reason why it has none.
+    """
     return [
         {
             "name": each.name,
@@ -210,12 +242,25 @@ def as_record(plan: Sequence[Configuration]) -> list[dict[str, Any]]:
                 else {
                     "peak_bytes": each.parts.total(),
                     "fits_on": each.fits_on,
+                    **_record_of_graphs(each),
                     "bytes_by_phase": {phase: dict(parts) for phase, parts in each.peaks.items()},
                 }
             ),
         }
         for each in plan
     ]
+
+
+def _record_of_graphs(configuration: Configuration) -> dict[str, Any]:
+    if configuration.precision == "bf16":
+        return {}
+    if configuration.total_with_graphs is None:
+        return {"why_no_graphs": configuration.why_no_graphs}
+    asked = configuration.fp8_config.cuda_graphs
+    return {
+        "peak_bytes_with_graphs": configuration.total_with_graphs,
+        "graphs_are_taken": "always" if asked else "where the host takes longer for a layer than the GPU",
+    }
 
 
 def explain(error: OutOfMemory) -> None:

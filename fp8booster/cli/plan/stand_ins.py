@@ -30,6 +30,7 @@ from fp8booster.kernels import device, grouped_product
 from fp8booster.kernels.operators import Operator
 from fp8booster.monitor.memory import MemoryTracker
 from fp8booster.nn.weights import memory
+from fp8booster.optim import adamw
 
 try:
     from transformers import masking_utils  # of transformers 5, which takes position ids without values for packed ones
@@ -55,6 +56,7 @@ def instead_of_gpus(tracker: MemoryTracker, ranks: int, gpu_memory: int) -> Iter
         temporarily(device, why_no_fp8=lambda _: None, why_no_blockwise=lambda _: None),
         temporarily(Operator, run=_as_a_kernel(tracker)),
         temporarily(torch.UntypedStorage, resize_=_resize_seen_by(tracker)),
+        temporarily(adamw, step_rows=lambda rates, steps, *_: torch.empty(len(steps), 8)),  # written by NumPy
         temporarily(grouped_product, _runs_kernel=lambda *_: True),
         temporarily(communication, _send_recv_serialization_object=metadata),
         temporarily(p2p, _send_recv_serialization_object=metadata),
@@ -91,6 +93,8 @@ class _Guesses(TorchDispatchMode):
                 return False if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
             if function is torch.ops.aten.equal.default:
                 return True
+        if function is torch.ops.aten._scaled_mm.out:  # which torch would run on zeros, for want of its shapes
+            return (kwargs or {})["out"]
         return function(*args, **(kwargs or {}))
 
 

@@ -379,11 +379,15 @@ class _Held:
             if module is not layer and is_looked_at(module):  # the layer's own hooks run around its forward
                 return "hooks of a module inside must run"
         for each in self._parameters:
-            if type(each) is not nn.Parameter:
+            if not _is_plain(each):
                 return f"a weight is a {type(each).__name__}"
             if shared.record_on(each.device) is None:
                 return "CUDA graphs take a GPU"
         return None
+
+
+def _is_plain(parameter: nn.Parameter) -> bool:
+    return type(parameter) is nn.Parameter
 
 
 _PARTS = attrgetter("_modules", "_buffers", "_parameters", *HOOKS)

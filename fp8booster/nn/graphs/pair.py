@@ -111,7 +111,7 @@ class GraphPair:
         def place_of(shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
             made = record.outside(shape, dtype)
             if made is not None:
-                places[made.data_ptr()] = made
+                places[_address(made)] = made
             return made
 
         # what others keep is not this pair's to copy aside

@@ -250,7 +250,8 @@ class PinnedCopy:
 
     def refresh(self) -> bool:
         """As `Pinned.refresh`."""
-        if not self._are_there():
+        # what an engine gives from its first step on needs no cast, nor the memory of a copy
+        if not self._are_there() or self._source.is_provided(self._weights):
             return False
         if self._source.fresh(self._weights, self._casts) is not self._made:
             # into the memory that graphs read: they hold addresses, no tensors

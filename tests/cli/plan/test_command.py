@@ -127,6 +127,47 @@ def test_what_cannot_be_counted_is_named():
     assert as_record([configuration])[0]["why_not"] == "it is odd"
 
 
+def test_what_graphs_take_is_said_of_the_first_that_fits():
+    def text(pair: str | None, peak: float | None, why: str | None = None) -> str:
+        options = TrainOptions(model="7b", fp8_options=() if pair is None else (pair,))
+        given = {
+            "options": options,
+            "peaks_with_graphs": None if peak is None else {FORWARD: Counter({MOMENTS: int(peak * GIB)})},
+            "why_no_graphs": why,
+        }
+        return shown([dataclasses.replace(each, **given) for each in plan(60, 60)], GPUS["H100"])
+
+    assert "take 2.5 GiB more, 62.5 at the peak, if the host takes longer" in text(None, 62.5)
+    assert "take 2.5 GiB more, 62.5 at the peak." in text("cuda_graphs=true", 62.5)
+    assert "H100 has no room for those of all layers" in text("cuda_graphs=true", 77)
+    assert "No layer is captured into CUDA graphs: they are off." in text("cuda_graphs=false", None, "they are off")
+
+
+def test_graphs_are_counted_as_the_options_say(monkeypatch):
+    asked = []
+
+    def footprint(options: TrainOptions, precision: str, _: int) -> dict[str, Counter[str]]:
+        asked.append(options.fp8_options)
+        captured = "cuda_graphs=true" in options.fp8_options
+        if captured and options.plugin == "fsdp":
+            raise dry_run.NotCaptured("FSDP gathers")
+        return {FORWARD: Counter({MASTERS: 3 if captured else 2})}
+
+    monkeypatch.setattr(dry_run, "footprint", footprint)
+
+    def found(**given: object) -> Configuration:
+        return _count(Configuration(name="", precision="fp8", options=TrainOptions(**given)), GIB)
+
+    for pairs in ((), ("cuda_graphs=true",)):
+        counted = found(fp8_options=pairs)
+        assert (counted.parts.total(), counted.total_with_graphs) == (2, 3)
+        assert counted.options.fp8_options == pairs
+        assert as_record([counted])[0]["peak_bytes_with_graphs"] == 3
+    assert asked == [("cuda_graphs=false",), ("cuda_graphs=true",)] * 2
+    assert "off" in found(fp8_options=("cuda_graphs=false",)).why_no_graphs
+    assert as_record([found(plugin="fsdp")])[0]["why_no_graphs"] == "FSDP gathers"
+
+
 def test_names_with_brackets_are_shown_as_they_are():
     options = TrainOptions(model="models [b]")
     found = [dataclasses.replace(each, options=options) for each in plan(60, 60)]

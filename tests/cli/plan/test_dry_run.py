@@ -13,14 +13,17 @@ import transformers
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import MixtralConfig, PretrainedConfig
 
+from benchmarks import plan
 from fp8booster.cli.plan import dry_run
-from fp8booster.cli.plan.configurations import KEPT, MASTERS, MOMENTS, WEIGHTS, planned_config
-from fp8booster.cli.plan.dry_run import shortened
+from fp8booster.cli.plan.configurations import GIB, KEPT, MASTERS, MOMENTS, WEIGHTS, planned_config
+from fp8booster.cli.plan.counted_graphs import GRAPHS, CountedGraphs
+from fp8booster.cli.plan.dry_run import NotCaptured, shortened
 from fp8booster.cli.train.options import TrainOptions
 from fp8booster.kernels import device
 from fp8booster.kernels.operators import Operator
-from fp8booster.monitor.memory import ACTIVATIONS, FORWARD, GRADIENTS
+from fp8booster.monitor.memory import ACTIVATIONS, FORWARD, FREE_IN_POOLS, GRADIENTS
 from fp8booster.nn.fused.self_attention import FusedAttention
+from fp8booster.nn.graphs.recorder import Memory
 from fp8booster.training.models import build
 from tests.distributed import run_ranks
 
@@ -204,3 +207,54 @@ def test_a_dry_step_does_not_ask_this_machines_gpu_for_fp8(monkeypatch) -> None:
     for name in ("why_no_fp8", "why_no_blockwise"):
         monkeypatch.setattr(device, name, lambda _: "this GPU is too old")
     assert dry_run.dry_steps(asked, "fp8", small_config(asked), 1e6) == expected
+
+
+def with_graphs(captured: bool = True, **given: object) -> TrainOptions:
+    return options(**given, fp8_options=(f"cuda_graphs={str(captured).lower()}",))
+
+
+@pytest.mark.parametrize("sizes", ["1 x 1", "8 x 1", "2 x 4"])
+def test_graphs_take_what_was_measured(sizes: str) -> None:
+    cases = {case.options.fp8_options: case for case in plan.graph_cases() if f", {sizes}, " in case.name}
+    eager, captured = (cases[with_graphs(each).fp8_options] for each in (False, True))
+    # since then each spares a copy of two bytes a weight: of gradients, or of what the engine gives in FP8
+    config = planned_config(captured.options)
+    layers = build(config, device=torch.device("meta")).model.layers
+    saved = 2 * sum(parameter.numel() for parameter in layers.parameters()) / GIB
+    planned = plan.planned_peak(captured) - plan.planned_peak(eager)
+    assert planned == pytest.approx(captured.measured - eager.measured - saved, abs=0.3)
+    assert planned > 1.5
+
+
+def test_a_capture_keeps_no_more_than_its_budget(monkeypatch) -> None:
+    asked, config = with_graphs(), shortened(planned_config(options()), 3)
+    budgets, kept = [], []
+    count, add = CountedGraphs.why_no_room, Memory.add
+    monkeypatch.setattr(CountedGraphs, "why_no_room", lambda *given: budgets.append(given[2:]) or count(*given))
+    monkeypatch.setattr(Memory, "add", lambda *given: kept.append(sum(given[2].values())) or add(*given))
+    dry_run.dry_steps(asked, "fp8", config, 1e6)
+    assert len(kept) == len(budgets) == 3
+    for (budget, passing), held in zip(budgets, kept, strict=True):
+        assert 0 < held < budget
+        assert passing > 0
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"plugin": "hybrid", "pp": 2, "accumulate": 4}, {"checkpointing": True}, {"plugin": "ddp"}]
+)
+def test_graphs_are_counted_beside_what_a_step_takes(given: dict[str, object]) -> None:
+    found = [
+        dry_run.dry_steps(asked, "fp8", shortened(planned_config(asked), 4), 1e6)
+        for asked in (with_graphs(each, **given) for each in (False, True))
+    ]
+    # of checkpointed layers the pool alone stays
+    eager, captured = (each[FORWARD][GRAPHS] + each[FORWARD][FREE_IN_POOLS] for each in found)
+    assert eager == 0 < captured
+    assert peak(found[0]) < peak(found[1])
+
+
+def test_what_cannot_be_captured_is_told() -> None:
+    for given, reason in (({"plugin": "fsdp"}, "FSDP gathers"), ({}, "layers that are alike")):
+        asked = with_graphs(**given)
+        with pytest.raises(NotCaptured, match=reason):
+            dry_run.dry_steps(asked, "fp8", shortened(planned_config(asked), 1), 1e6)
