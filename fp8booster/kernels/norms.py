@@ -15,10 +15,12 @@ from fp8booster.kernels.operators import operator
 
 
 @operator()
-def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the norm of each tensor: float32 [], on its device; squares are added in FP32, in one order each time.
+def norms_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the norm of each tensor: float32 [tensors]; squares are added in FP32, in one order each time.
 
     Args:
-        tensors: BF16, FP16 or FP32, of any shapes; NaN and infinity in one reach its norm.
+        tensors: of one device; BF16, FP16 or FP32, of any shapes; NaN and infinity in one reach its norm.
     """
-    return list(torch._foreach_norm([tensor.detach() for tensor in tensors], dtype=torch.float32)) if tensors else []
+    if not tensors:
+        return torch.zeros(0, dtype=torch.float32)
+    return torch.stack(torch._foreach_norm([tensor.detach() for tensor in tensors], dtype=torch.float32))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 
 import numpy as np
 import torch
@@ -18,8 +17,6 @@ from fp8booster.kernels.tables_triton import launch_over, own_entry, own_pointer
 
 _BLOCK, _WARPS = 4096, 8
 _PROGRAMS = 4  # for each processor
-
-_device = attrgetter("device")
 
 
 @triton.jit
@@ -52,10 +49,10 @@ def _programs_up_to(most: int) -> Callable[[np.ndarray], np.ndarray]:
     return lambda counts: np.minimum(ceil_div(counts, _BLOCK), most)
 
 
-def norms_of_triton(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Compute `norms_of`, but for the last bits; of tensors that are not contiguous or on several devices, by torch."""
+def norms_of_triton(tensors: Sequence[Tensor]) -> Tensor:
+    """Compute `norms_of`, but for the last bits; of tensors that are not contiguous, by torch."""
     device = tensors[0].device
-    if not all(map(Tensor.is_contiguous, tensors)) or any(map(device.__ne__, map(_device, tensors))):
+    if not all(map(Tensor.is_contiguous, tensors)):
         return norms_of.reference(tensors)
     most = _PROGRAMS * processors(device)
     partials = torch.zeros(len(tensors), most, dtype=torch.float32, device=device)
@@ -71,4 +68,4 @@ def norms_of_triton(tensors: Sequence[Tensor]) -> list[Tensor]:
         BLOCK=_BLOCK,
     )
     # in one order, not by atomics: a norm clips gradients, and a resumed run has to clip by the same bits
-    return list(partials.sum(1).sqrt_().unbind())
+    return partials.sum(1).sqrt_()

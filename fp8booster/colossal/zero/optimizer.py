@@ -336,7 +336,7 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
             if gradients:
                 # from the norm of each, found beside backward: the step reads no gradient for it that has not changed
                 # since
-                of_group += torch.stack(noted_norms(gradients)).square().sum()
+                of_group += noted_norms(gradients).square().sum()
             for ranks in group if isinstance(group, tuple) else (group,):
                 if ranks_of(ranks) > 1:  # over one rank it changes nothing, and costs the host a launch
                     dist.all_reduce(of_group, group=ranks)
