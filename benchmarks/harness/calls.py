@@ -43,7 +43,7 @@ def python_calls(work: Callable[[], object]) -> int:
 
 @contextmanager
 def idle_gpu() -> Iterator[None]:
-    """Tensors of the CPU take the way of a GPU's, up to each launch of a kernel or FP8 product, which does nothing.
+    """Tensors of the CPU take the way of a GPU's, up to each launch of a kernel or product, which does nothing.
 
     So the host does what it does for a GPU, and nobody waits for the work. What comes out has no values.
 
@@ -67,6 +67,7 @@ def idle_gpu() -> Iterator[None]:
         (launch, "_variants"): {},
         (launch, "_CALLS_COMPILED"): True,
         (torch, "_scaled_mm"): _scaled_mm,
+        (torch, "mm"): _mm,
         (trials, "_disable_current_modes"): computing,
         (product, "_decodable"): lambda a, b, inverse_scale_a, inverse_scale_b: (inverse_scale_a, inverse_scale_b),
         (torch.Tensor, "is_cuda"): True,
@@ -93,3 +94,7 @@ class _Compiled:
 
 def _scaled_mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype, out: Tensor | None = None, **options: Any) -> Tensor:
     return torch.empty(a.shape[0], b.shape[1], dtype=out_dtype) if out is None else out
+
+
+def _mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
+    return torch.empty(a.shape[0], b.shape[1], dtype=out_dtype or a.dtype) if out is None else out
