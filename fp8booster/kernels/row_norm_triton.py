@@ -24,11 +24,13 @@ from fp8booster.kernels.tiles_triton import (
     tile_place,
 )
 
-FORWARD_PROGRAMS = 16  # a processor
+WARPS, FEWEST_PROGRAMS = 32, 4
+"""On a processor: warps in flight, and programs at least. Each leaves a partial maximum, which every program of a cast
+reads, so there are no more than keep memory busy."""
 
-BACKWARD_VALUES, MOST_BACKWARD_PROGRAMS = 8192, 16
-"""Values of the rows in flight on a processor in backward, and its programs at most. Each leaves partial sums of the
-gradients of weight and bias, so there are no more of them than memory needs to be busy."""
+BACKWARD_VALUES = 8192
+"""Of the rows in flight on a processor in backward, whose programs leave partial sums of the gradients of weight and
+bias too."""
 
 
 @triton.jit
@@ -216,10 +218,13 @@ def _launch(
     """Return the launch of `row_norm_kernel` or its backward, and its number of programs."""
     rows, columns = shape
     block = max(GROUP, block_over(columns))
-    at_once = min(MOST_BACKWARD_PROGRAMS, max(1, BACKWARD_VALUES // block)) if backward else FORWARD_PROGRAMS
+    # a thread holds 8 values of a short row, 16 of a longer one, up to 8192
+    warps = min(16, max(1, min(4, block // 256), block // 512))
+    at_once = max(FEWEST_PROGRAMS, WARPS // warps)
+    if backward:
+        at_once = min(at_once, max(1, BACKWARD_VALUES // block))
     most = at_once * processors(device)
     programs = min(rows, max(kinds, most // kinds * kinds))  # so many that a program's rows are all of one kind
-    warps = min(16, max(4, block // 512))  # a thread holds 16 values, up to a row of 8192
     kernel = row_norm_backward_kernel if backward else row_norm_kernel
     return Launch(kernel, programs, (rows, columns, kinds), num_warps=warps, **constants, BLOCK=block), programs
 
