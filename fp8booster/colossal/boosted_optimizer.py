@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 import torch
+from colossalai.logging import get_dist_logger
 
 from fp8booster.nn.held_casts import forget_step
+from fp8booster.optim import one_pass
 from fp8booster.scaling.steps import optimizer_steps
 
 
@@ -19,6 +21,11 @@ class BoostedOptimizer:
 
     trained: Any
     """The model, or its wrapper: a module."""
+
+    optim: torch.optim.Optimizer
+    """The optimizer inside."""
+
+    _why_by_itself: str | None = None
 
     _unused_backward: int | None = None
     """The count of optimizer steps at the last backward; None where its gradients are gone."""
@@ -46,6 +53,16 @@ class BoostedOptimizer:
     def forget_step(self) -> None:
         """Let scaling forget what it noted since the last step, as if the skipped one had not been."""
         forget_step(self.trained)
+
+    def why_by_itself(self) -> str | None:
+        """Return why the optimizer inside steps by itself, in more passes over memory; a new reason is logged."""
+        # asked at each step: hooks may come and go
+        reason = one_pass.why_not(self.optim)
+        if reason != self._why_by_itself:
+            self._why_by_itself = reason
+            if reason is not None:
+                get_dist_logger().info(f"The optimizer steps by itself, in more passes: {reason}.", ranks=[0])
+        return reason
 
     def add_param_group(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise ValueError: a boosted optimizer takes no further parameters."""

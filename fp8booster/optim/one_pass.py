@@ -101,6 +101,18 @@ def step_group(
     return update_by_device(update_shards, group, parameters, gradients, divisor)
 
 
+def step_of_nothing(optimizer: Optimizer) -> None:
+    """Let an optimizer whose parameters `step_group` has updated step over none: schedules count its calls."""
+    held = [group["params"] for group in optimizer.param_groups]
+    try:
+        for group in optimizer.param_groups:
+            group["params"] = []
+        optimizer.step()
+    finally:
+        for group, parameters in zip(optimizer.param_groups, held, strict=True):
+            group["params"] = parameters
+
+
 def _update_shards(
     optimizer: Adam,
     group: dict[str, Any],

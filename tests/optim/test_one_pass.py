@@ -277,3 +277,23 @@ def test_on_a_gpu_torchs_default_is_taken_and_what_was_chosen_is_not() -> None:
     for one, other in zip(theirs, ours, strict=True):
         torch.testing.assert_close(one, other, **CLOSE)
         assert found.state[other]["step"].device == expected.state[one]["step"].device
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_when_all_is_updated_the_optimizer_steps_over_nothing_and_has_its_parameters_again(fails: bool) -> None:
+    stepped = []
+    inner = SimpleNamespace(param_groups=[{"params": [1]}, {"params": [2, 3]}])
+
+    def take() -> None:
+        stepped.append([group["params"] for group in inner.param_groups])
+        if fails:
+            raise ArithmeticError
+
+    inner.step = take
+    if fails:
+        with pytest.raises(ArithmeticError):
+            one_pass.step_of_nothing(inner)
+    else:
+        one_pass.step_of_nothing(inner)
+    assert stepped == [[[], []]]
+    assert [group["params"] for group in inner.param_groups] == [[1], [2, 3]]

@@ -5,10 +5,11 @@ Their norms stay on the device, so that no step makes the host wait for it; `get
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from colossalai.accelerator import get_accelerator
 from colossalai.booster.plugin.hybrid_parallel_plugin import HybridParallelAMPOptimizer, HybridParallelZeroOptimizer
 from colossalai.booster.plugin.moe_hybrid_parallel_plugin import MoeHybridParallelZeroOptimizer
 from colossalai.zero.low_level.bookkeeping import BucketStore
@@ -24,6 +25,7 @@ from fp8booster.colossal.zero.optimizer import FP8ZeroOptimizer
 from fp8booster.config import FP8Config
 from fp8booster.kernels.norms import norms_of
 from fp8booster.nn.modules import change_class
+from fp8booster.optim import one_pass
 from fp8booster.optim.steps import clipping_divisor
 
 
@@ -69,6 +71,48 @@ class FP8HybridParallelAMPOptimizer(_SpreadsSums, BoostedOptimizer, HybridParall
         squares = self.shared_squares.own(zip(parameters, norms, strict=True))
         self.shared_squares.add_over_ranks(squares)
         return squares.sqrt()
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Update the masters and the weights that are copies of them; arguments as in Colossal-AI's.
+
+        Where the optimizer inside can, it is one pass over memory, by gradients as backward left them: Colossal-AI's
+        step makes each of them a copy in FP32, divides it and launches a copy for each weight
+        (amp/naive_amp/mixed_precision_optimizer.py:148).
+        """
+        if args or kwargs or self.why_by_itself() is not None:
+            super().step(*args, **kwargs)
+            return
+        if self.mixed_precision.should_skip_step():
+            self.zero_grad()
+            return
+        groups = [
+            [
+                (master, working)
+                for master in group["params"]
+                if (working := self.master_to_working_map[master]).grad is not None
+            ]
+            for group in self.optim.param_groups
+        ]
+        divisor = self._divisor([working for pairs in groups for _, working in pairs])
+        for group, pairs in zip(self.optim.param_groups, groups, strict=True):
+            gradients = [cast(torch.Tensor, working.grad) for _, working in pairs]
+            one_pass.step_group(self.optim, group, [master for master, _ in pairs], gradients, divisor)
+        one_pass.step_of_nothing(self.optim)
+        copies = [pair for pairs in groups for pair in pairs if pair[0] is not pair[1]]
+        if copies:  # of no tensors the call is refused
+            with torch.no_grad():
+                torch._foreach_copy_([working for _, working in copies], [master for master, _ in copies])
+        for _, working in copies:
+            working.grad = None
+
+    def _divisor(self, workings: list[nn.Parameter]) -> torch.Tensor | None:
+        """Return what undoes the loss scale and clips by the norm of gradients: float32 []; None where it is one."""
+        divisor = self.mixed_precision.get_grad_div_scale()
+        if self.max_norm > 0:
+            gradients = [cast(torch.Tensor, working.grad) for working in workings]
+            self._current_grad_norm = norm = self._compute_grad_norm(list(zip(workings, gradients, strict=True)))
+            return clipping_divisor(norm, divisor, self.max_norm)
+        return None if divisor == 1 else torch.tensor(float(divisor), device=get_accelerator().get_current_device())
 
     def _unscale_and_clip_grads(self, total_norm: torch.Tensor | float) -> None:
         """Undo the loss scale and clip, in one pass, and in none where both leave gradients alone."""

@@ -75,9 +75,6 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
 
     _warned_of_no_sync: bool = False
 
-    _why_by_itself: str | None = None
-    """Why the optimizer inside steps by itself, in more passes over memory."""
-
     @classmethod
     def convert_in_place(cls, optimizer: LowLevelZeroOptimizer, model: nn.Module, config: FP8Config) -> None:
         """Turn a ZeRO optimizer into this class in place.
@@ -282,7 +279,7 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
             # emptied before anything can raise: the next backward may update each weight again
             amaxes, self._updated_amaxes = self._updated_amaxes, {}
             updated = [each for each in self._trained.values() if each in amaxes]
-            self._step_of_nothing()
+            one_pass.step_of_nothing(self.optim)
             works = self._gather(_in_16_bits(updated))
         else:
             gradients = self._gradients()
@@ -359,17 +356,11 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
             the gathers of weights in 16 bits, and the amax of each master where it is known: float32 [], on its device.
         """
         in_16_bits = _in_16_bits(gradients)
-        # asked at each step: hooks may come and go
-        reason = one_pass.why_not(self.optim)
-        if reason != self._why_by_itself:
-            self._why_by_itself = reason
-            if reason is not None:
-                self._logger.info(f"The optimizer steps by itself, in more passes: {reason}.", ranks=[0])
-        if reason is None:
+        if self.why_by_itself() is None:
             amaxes = self._in_one_pass({each: gradients[each] for each in in_16_bits}, divisor)
             works = self._gather(in_16_bits)
             amaxes |= self._in_one_pass({each: gradients[each] for each in _in_fp8(gradients)}, divisor)
-            self._step_of_nothing()
+            one_pass.step_of_nothing(self.optim)
             return works, amaxes
         self._attach(gradients, divisor)
         for group_id, group in enumerate(self.optim.param_groups):
@@ -380,13 +371,6 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         for masters in self._master_param_groups_of_current_rank.values():
             release_param_grad(masters)
         return self._gather(in_16_bits), {}
-
-    def _step_of_nothing(self) -> None:
-        """Let the optimizer inside step when all masters are updated: schedules count its calls."""
-        for group in self.optim.param_groups:
-            group["params"] = []
-        self.optim.step()
-        self._give_back_masters()
 
     def _give_back_masters(self) -> None:
         for group_id, masters in self._master_param_groups_of_current_rank.items():

@@ -188,12 +188,8 @@ def test_what_is_sent_in_16_bits_is_updated_first_and_each_amax_is_its_own(order
         return {each: float(gradient[0]) / 8 for each, gradient in of.items()}
 
     monkeypatch.setattr(module.one_pass, "why_not", lambda inner: None)
-    made = optimizer(
-        optim=None,
-        _in_one_pass=in_one_pass,
-        _gather=lambda of: done.append("gather") or ["work"],
-        _step_of_nothing=lambda: done.append("step"),
-    )
+    monkeypatch.setattr(module.one_pass, "step_of_nothing", lambda inner: done.append("step"))
+    made = optimizer(optim=None, _in_one_pass=in_one_pass, _gather=lambda of: done.append("gather") or ["work"])
     works, amaxes = made._step_optimizer(gradients_of(updates), None)
     assert works == ["work"]
     assert [amaxes[each] for each in updates] == [float(number) for number in range(len(order))]
@@ -424,7 +420,7 @@ def test_one_rank_keeps_gradients_where_they_lie_unless_they_add_up(
     assert lie_there == [not adds_up] * 2
 
 
-def test_updates_of_backward_are_published_with_their_amaxes() -> None:
+def test_updates_of_backward_are_published_with_their_amaxes(monkeypatch) -> None:
     updates = [update(1, 0), update(2, 0, "b"), update(3, 0)]
     amaxes = {updates[1]: torch.tensor(5.0), updates[0]: torch.tensor(4.0)}
     published = []
@@ -435,23 +431,14 @@ def test_updates_of_backward_are_published_with_their_amaxes() -> None:
         automatic_scaling=None,
         _updated_amaxes=amaxes,
         _trained={each.place[1]: each for each in updates},
-        _step_of_nothing=lambda: None,
+        optim=None,
         _gather=lambda of: [f"gather of {int(each.master[0])}" for each in of],
         _publish=lambda *what: published.append(what),
     )
+    monkeypatch.setattr(module.one_pass, "step_of_nothing", lambda inner: None)
     made.step()
     ((taken, works, of_taken),) = published
     assert [int(each.master[0]) for each in taken] == [1, 2]
     assert works == ["gather of 1"]
     assert of_taken is amaxes
     assert made._updated_amaxes == {}
-
-
-def test_when_all_is_updated_the_optimizer_steps_with_nothing_and_has_its_masters_again() -> None:
-    stepped = []
-    inner = SimpleNamespace(param_groups=[{"params": [1]}, {"params": [2]}])
-    inner.step = lambda: stepped.append([group["params"] for group in inner.param_groups])
-    made = optimizer(optim=inner, _master_param_groups_of_current_rank={0: ["a"], 1: ["b", "c"]})
-    made._step_of_nothing()
-    assert stepped == [[[], []]]
-    assert [group["params"] for group in inner.param_groups] == [["a"], ["b", "c"]]
