@@ -345,7 +345,8 @@ class _Held:
         ]
         # views show what is there later too: a look then is one walk over objects, without a call of Python's
         places = [*map(vars, modules), *(of_module for module in modules for of_module in _PARTS(module))]
-        self._views: list[Iterable[Any]] = [*map(dict.values, places)]
+        self._empty = [each for each in places if not each]
+        self._views: list[Iterable[Any]] = [each.values() for each in places if each]
         self._views += [each.values() if isinstance(each, dict) else each for each in containers]
         self._views += [each.keys() for each in containers if isinstance(each, dict)]
         self._objects = [*chain.from_iterable(self._views), _END]
@@ -365,6 +366,8 @@ class _Held:
 
     def is_as_found(self) -> bool:
         """Tell whether the modules hold the very objects that they held."""
+        if any(self._empty):
+            return False
         now = chain(chain.from_iterable(self._views), (_END,))
         return all(map(is_, now, self._objects)) and list(map(_KIND, self._parameters)) == self._kinds
 
