@@ -206,6 +206,7 @@ class LayerGraphs:
         except Unsupported as error:
             self.why_not = f"it is given a {error}{'; set config.use_cache to False' if 'Cache' in str(error) else ''}"
             return None
+        kind = self._kinds.get(key)
         if not given:
             self.why_not = "it is given no tensor"
         elif not held.trains and True not in map(_REQUIRES_GRAD, given):
@@ -217,7 +218,9 @@ class LayerGraphs:
         elif key[-1] == _CHECKPOINTING and not _is_checkpointed_alone(layer):
             # its second forward must save as many tensors as the first, and a replay saves none
             self.why_not = "checkpointing is of more than the layer; checkpoint each layer by itself"
-        elif key not in self._kinds and len(self._kinds) == MOST_KINDS:
+        elif kind is not None:
+            return kind
+        elif len(self._kinds) == MOST_KINDS:
             self.why_not = f"{MOST_KINDS} calls with other shapes were captured before"
         else:
             return self._kinds.setdefault(key, _Kind())

@@ -155,13 +155,15 @@ class _PinnedFilling:
         source = self._source
         if not source.is_provided(self._weights):
             return False
-        source.wait()
-        filled = source.held
+        if source._ready is not None:
+            source.wait()
+        filled = source._filled
         return filled is self._filled or (filled is not None and _addresses(filled) == self._memory)
 
     def version(self) -> tuple[int, ...]:
         """As `Pinned.version`."""
-        filled = self._source.held
+        source = self._source
+        filled = source._filled if source._is_right else source.held
         return () if filled is None else (filled.data._version,)
 
 
