@@ -12,6 +12,7 @@ from fp8booster.config import FP8Config, config_or_default
 from fp8booster.hf.prepare import BUCKET_MIB, convert, is_prepared
 from fp8booster.nn.weights.freshness import note_change
 from fp8booster.optim import AdamW
+from fp8booster.optim.used_gradient import REFUSAL
 
 
 class FP8Callback(TrainerCallback):
@@ -87,10 +88,7 @@ def _check_optimizer(args: TrainingArguments, optimizer: Any) -> None:
     if not (isinstance(optimizer, AdamW) and optimizer.updates_in_backward):
         return
     if args.max_grad_norm:
-        raise ValueError(
-            f"max_grad_norm is {args.max_grad_norm}, and an AdamW with update_in_backward leaves no gradients to clip; "
-            "give max_grad_norm=0"
-        )
+        raise ValueError(f"max_grad_norm is {args.max_grad_norm}, and {REFUSAL}")
     steps = args.gradient_accumulation_steps
     if optimizer.micro_batches != steps:
         raise ValueError(

@@ -19,6 +19,7 @@ from fp8booster.kernels.code_statistics import MomentSample
 from fp8booster.optim.gradient_sums import GRADIENT_ACCUMULATIONS, GradientSum, added, value_of
 from fp8booster.optim.states_8bit import LOW, State, States, as_tensor
 from fp8booster.optim.steps import rates_of, update_by_device
+from fp8booster.optim.used_gradient import WHY_NOT_REDUCED, UsedGradient
 
 _OPTIONS_OF_TORCH = {
     "amsgrad": False,
@@ -67,8 +68,9 @@ class AdamW(Optimizer):
         params: parameters or parameter groups: contiguous, BF16 or FP32.
         lr, betas, eps, weight_decay: as in `torch.optim.AdamW`.
         update_in_backward: update each parameter as soon as backward has its gradient, and free that: no two gradients
-            are there at once. Gradients cannot be clipped by their norm then, and `step()` updates only what waits for
-            further micro-batches. Under LowLevelZeroPlugin ranks update their shards bucket by bucket.
+            are there at once. Gradients cannot be clipped by their norm then: until `step()`, `.grad` holds a
+            `UsedGradient`, on which every operator raises ValueError. `step()` updates only what waits for further
+            micro-batches. Under LowLevelZeroPlugin ranks update their shards bucket by bucket.
         micro_batches: with `update_in_backward`, the backwards whose gradients add up to an update: divide each loss by
             it. A gradient is freed as soon as it was added; the last is added in FP32, and updates. `step()` after the
             last one updates what got fewer gradients, as the parameters of a layer that was skipped, and ends an
@@ -230,12 +232,12 @@ class AdamW(Optimizer):
             divisor = div_scale
         elif div_scale != -1:
             divisor = torch.tensor(float(div_scale), dtype=torch.float32)
+        for parameter in self._taken:
+            if isinstance(parameter.grad, UsedGradient):
+                parameter.grad = None
         # DDP writes its buckets' mean to `.grad` after hooks took what this rank had
         if any(parameter.grad is not None for parameter in self._taken):
-            raise RuntimeError(
-                "a parameter got a gradient after backward had taken that of this rank, as DistributedDataParallel "
-                "gives it, and the ranks' weights diverge; leave update_in_backward out, or take LowLevelZeroPlugin"
-            )
+            raise RuntimeError(WHY_NOT_REDUCED)
         self._taken.clear()
         amaxes: dict[torch.nn.Parameter, torch.Tensor] = {}
         self.amaxes = amaxes
@@ -255,6 +257,8 @@ class AdamW(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in `torch.optim.Optimizer`; forgets the gradients that wait for further micro-batches too."""
+        for parameter in self._taken:
+            parameter.grad = None
         super().zero_grad(set_to_none)
         self.gradient_sums.clear()
 
@@ -266,7 +270,10 @@ class AdamW(Optimizer):
     def _take(self, group_number: int, parameter: torch.nn.Parameter) -> None:
         """Update a parameter of which backward has made the gradient, or add that to those before it."""
         # taken at once, so that no two gradients are there together
-        gradient, parameter.grad = parameter.grad, None
+        gradient = parameter.grad
+        if isinstance(gradient, UsedGradient):
+            gradient = gradient.added
+        parameter.grad = UsedGradient(parameter)
         if gradient is None:  # autograd calls this when it has set it
             raise RuntimeError(
                 "an AdamW that was made before with update_in_backward=True took a parameter's gradient in backward; "

@@ -199,7 +199,7 @@ def test_a_trainer_that_reads_logits_gets_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({}, r"max_grad_norm is 1\.0, .* give max_grad_norm=0"),
+        ({}, r"max_grad_norm is 1\.0, .* leave clipping out \(max_grad_norm=0\)"),
         ({"max_grad_norm": 0, "gradient_accumulation_steps": 2}, "after 1; make it with micro_batches=2"),
         ({"max_grad_norm": 0}, None),
     ],

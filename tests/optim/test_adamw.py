@@ -20,6 +20,7 @@ from fp8booster import FP8Config, convert_to_fp8
 from fp8booster.kernels.adamw_8bit import Shards8bit
 from fp8booster.kernels.code_statistics import MomentSample
 from fp8booster.optim import AdamW, HybridAdam, adamw
+from fp8booster.optim.used_gradient import UsedGradient
 from tests.distributed import ranks
 
 SETTINGS = {"lr": 3e-3, "betas": (0.9, 0.99), "weight_decay": 0.05}
@@ -89,6 +90,8 @@ def test_updates_in_backward_are_those_of_steps(device) -> None:
     for one, other in zip(steps.parameters(), backward.parameters(), strict=True):
         assert torch.equal(one, other)
     backward(torch.ones(1, 64, dtype=torch.bfloat16, device=device)).sum().backward()
+    assert all(isinstance(parameter.grad, UsedGradient) for parameter in backward.parameters())
+    optimizer.step()
     assert all(parameter.grad is None for parameter in backward.parameters())
 
 
@@ -101,7 +104,7 @@ def test_a_parameter_that_was_frozen_at_first_is_updated_in_backward() -> None:
     frozen.requires_grad_(True)
     (frozen * trained).sum().backward()
     assert (frozen < 1).all()
-    assert frozen.grad is None
+    assert isinstance(frozen.grad, UsedGradient)
     assert optimizer.state[frozen]["step"] == 1
 
 
@@ -109,7 +112,10 @@ def test_a_parameter_that_was_frozen_at_first_is_updated_in_backward() -> None:
 def test_updates_in_backward_are_refused_under_ddp_which_reduces_gradients_later() -> None:
     network = nn.parallel.DistributedDataParallel(model(torch.float32))
     optimizer = AdamW(network.parameters(), update_in_backward=True)
-    network(torch.ones(1, 64)).sum().backward()
+    with pytest.raises(RuntimeError, match="the ranks' weights diverge; leave update_in_backward out"):
+        network(torch.ones(1, 64)).sum().backward()
+    for parameter in network.parameters():  # as whoever reduces gradients and sets them
+        parameter.grad = torch.ones_like(parameter)
     with pytest.raises(RuntimeError, match="the ranks' weights diverge; leave update_in_backward out"):
         optimizer.step()
 
@@ -176,7 +182,8 @@ def test_copies_and_pickles_go_on_with_the_same_bits(dtype, update_in_backward, 
         assert learn(other, copied, 3, first=3) == right
         assert all(map(torch.equal, other.parameters(), network.parameters()))
         other(torch.ones(1, 64, dtype=dtype, device=device)).sum().backward()
-        assert all((parameter.grad is None) is update_in_backward for parameter in other.parameters())
+        used = [isinstance(parameter.grad, UsedGradient) for parameter in other.parameters()]
+        assert all(each is update_in_backward for each in used)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])

@@ -269,6 +269,9 @@ def test_no_gradient_waits_for_a_step_that_comes_after_updates_in_backward() -> 
     stores = run.optimizer.pg_to_grad_store.values()
     assert not any(store.get_working_grads_by_group_id(0) for store in stores)
     assert all(parameter.grad is None for parameter in run.model.parameters())
+    for clip in (run.optimizer.clip_grad_by_norm, run.optimizer.clip_grad_by_value):
+        with pytest.raises(ValueError, match="leaves no gradients to clip"):
+            clip(1.0)
     with pytest.raises(RuntimeError, match=r"call step\(\) after each backward"):
         run.booster.backward(run.loss(token_batch(seed=dist.get_rank())), run.optimizer)
 

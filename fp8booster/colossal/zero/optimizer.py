@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,7 @@ from fp8booster.kernels.message_layout import side_by_side
 from fp8booster.nn.modules import change_class
 from fp8booster.optim import AdamW, one_pass
 from fp8booster.optim.steps import clipping_divisor
+from fp8booster.optim.used_gradient import REFUSAL
 
 _ADDS_UP = attrgetter("adds_up")
 
@@ -233,6 +235,18 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
                 "each backward, or make the optimizer without update_in_backward"
             )
         self._updated_amaxes |= self._in_one_pass(gradients, None)
+
+    def clip_grad_by_norm(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As Colossal-AI's, which finds gradients within `no_sync` alone; ValueError where backward has used them."""
+        if self.updates_in_backward:
+            raise ValueError(REFUSAL)
+        return super().clip_grad_by_norm(*args, **kwargs)
+
+    def clip_grad_by_value(self, *args: Any, **kwargs: Any) -> None:
+        """As `clip_grad_by_norm`."""
+        if self.updates_in_backward:
+            raise ValueError(REFUSAL)
+        super().clip_grad_by_value(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """As it is; the gradients of such micro-batches add up whole, in `.grad`."""
