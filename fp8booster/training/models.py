@@ -35,29 +35,40 @@ class Architecture:
     sequence: int = 4096
     """Longest sequence the positions are meant for."""
     family: str = "llama"
-    """"llama"; "cohere": attention and feed-forward side by side; "mixtral": a router that sends each token to some of
-    `experts` feed-forward blocks; "qwen2": q, k and v with biases."""
+    """The `model_type` of transformers: "llama", "qwen2", a mixture of experts as "mixtral", or another."""
     rope_theta: float = 10000.0
     experts: int = 1
-    """Feed-forward blocks of a layer."""
+    """Feed-forward blocks of a layer, each of `feed_forward` features."""
     experts_per_token: int = 1
     """Those that a token goes through."""
     tied: bool = False
     """The head's weight is the embeddings'."""
+    head_size: int | None = None
+    """Features of a head; None: `hidden` shared among the heads."""
 
     @property
     def key_value(self) -> int:
         """Output features of k, and of v."""
-        return self.hidden // self.heads * self.key_value_heads
+        return (self.head_size or self.hidden // self.heads) * self.key_value_heads
 
     def shortened(self, layers: int | None) -> Architecture:
         """Return the same with so many layers; None leaves it."""
         return self if layers is None else replace(self, layers=layers)
 
     def config(self, sequence: int) -> PretrainedConfig:
-        """Return Hugging Face's config, with positions for at least `sequence` tokens."""
-        from transformers import CohereConfig, LlamaConfig, MixtralConfig, Qwen2Config
+        """Return Hugging Face's config, with positions for at least `sequence` tokens.
 
+        Raises:
+            ValueError: the installed transformers does not have the family.
+        """
+        import transformers
+        from transformers import CONFIG_MAPPING
+
+        if self.family not in CONFIG_MAPPING:
+            raise ValueError(
+                f"transformers {transformers.__version__} has no {self.family}, which {self.label} is; install a newer "
+                "one"
+            )
         shape = {
             "hidden_size": self.hidden,
             "intermediate_size": self.feed_forward,
@@ -70,11 +81,17 @@ class Architecture:
             "use_cache": False,
             "tie_word_embeddings": self.tied,
         }
+        if self.head_size is not None:
+            shape["head_dim"] = self.head_size
         if self.family == "cohere":  # its special tokens must lie in the vocabulary
-            return CohereConfig(**shape, bos_token_id=1, eos_token_id=2)
-        if self.family == "mixtral":
-            return MixtralConfig(**shape, num_local_experts=self.experts, num_experts_per_tok=self.experts_per_token)
-        return (Qwen2Config if self.family == "qwen2" else LlamaConfig)(**shape)
+            shape |= {"bos_token_id": 1, "eos_token_id": 2}
+        if self.experts > 1:
+            shape["num_experts_per_tok"] = self.experts_per_token
+            if self.family == "qwen3_moe":
+                shape |= {"num_experts": self.experts, "moe_intermediate_size": self.feed_forward}
+            else:
+                shape["num_local_experts"] = self.experts
+        return CONFIG_MAPPING[self.family](**shape)
 
 
 def _mixture(architecture: Architecture, sequence: int) -> Architecture:
@@ -91,11 +108,30 @@ _COMMAND_R: dict[str, Any] = {
 }
 _QWEN: dict[str, Any] = {"sequence": 32768, "family": "qwen2", "rope_theta": 1e6}
 _SMALL_QWEN: dict[str, Any] = {"vocabulary": 151936, "tied": True, **_QWEN}
+_QWEN_3_MOE: dict[str, Any] = {
+    "vocabulary": 151936,
+    "sequence": 40960,
+    "family": "qwen3_moe",
+    "rope_theta": 1e6,
+    "experts": 128,
+    "experts_per_token": 8,
+    "head_size": 128,
+}
+_GPT_OSS: dict[str, Any] = {
+    "vocabulary": 201088,
+    "sequence": 131072,
+    "family": "gpt_oss",
+    "rope_theta": 150000.0,
+    "experts": 32,
+    "experts_per_token": 4,
+    "head_size": 64,
+}
 _LLAMA_3: dict[str, Any] = {"vocabulary": 128256, "sequence": 8192, "rope_theta": 5e5}
 
 # LLaMA 1: Touvron et al., arXiv 2302.13971. LLaMA 2: Touvron et al., arXiv 2307.09288. LLaMA 3: Grattafiori et al.,
 # arXiv 2407.21783. Qwen2.5: Yang et al., arXiv 2412.15115. Command-R: the config of CohereForAI/c4ai-command-r-v01.
-# Mixtral: Jiang et al., arXiv 2401.04088.
+# Mixtral: Jiang et al., arXiv 2401.04088. Qwen3: Yang et al., arXiv 2505.09388. gpt-oss: Agarwal et al., arXiv
+# 2508.10925.
 MODELS = {
     "tiny": Architecture("tiny LLaMA", 256, 688, 4, 4, 4, vocabulary=4096, sequence=2048),
     "100m": Architecture("LLaMA 100M", 768, 2048, 10, 12, 12),
@@ -114,6 +150,8 @@ MODELS = {
     "35b": Architecture("Command-R 35B", 8192, 22528, 40, 64, 64, **_COMMAND_R),
     "mixtral-8x7b": _mixture(Architecture("Mixtral-8x7B", 4096, 14336, 32, 32, 8), sequence=32768),
     "mixtral-1b": _mixture(Architecture("Mixtral of 1B active parameters", 2048, 5632, 12, 32, 8), sequence=4096),
+    "qwen3-30b-a3b": Architecture("Qwen3-30B-A3B", 2048, 768, 48, 32, 4, **_QWEN_3_MOE),
+    "gpt-oss-20b": Architecture("gpt-oss 20B", 2880, 2880, 24, 64, 8, **_GPT_OSS),
     "micro": _MICRO,
     "micro-cohere": replace(_MICRO, label="micro Command-R", family="cohere", tied=True),
     "micro-mixtral": _mixture(replace(_MICRO, label="micro Mixtral"), sequence=128),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -95,6 +97,26 @@ def test_a_model_by_name_takes_a_number() -> None:
     assert not prepared(tiny_llama(), False).is_gradient_checkpointing
 
 
+def _skip_where_unknown(name: str) -> None:
+    if MODELS[name].family not in transformers.CONFIG_MAPPING:
+        pytest.skip("not a family of this transformers")
+
+
+def test_a_family_that_transformers_does_not_have_is_refused_with_its_name() -> None:
+    unknown = replace(MODELS["micro"], family="of-tomorrow")
+    with pytest.raises(ValueError, match=f"transformers {transformers.__version__} has no of-tomorrow"):
+        unknown.config(64)
+
+
+def test_a_mixture_has_its_experts_under_the_names_of_its_family() -> None:
+    shape = replace(MODELS["qwen3-30b-a3b"], layers=1)
+    config = shape.config(64)
+    assert (config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size) == (128, 8, 768)
+    assert (config.head_dim, shape.key_value) == (128, 512)
+    config = MODELS["mixtral-8x7b"].config(64)
+    assert (config.num_local_experts, config.num_experts_per_tok, config.intermediate_size) == (8, 2, 14336)
+
+
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
@@ -105,13 +127,17 @@ def test_a_model_by_name_takes_a_number() -> None:
         ("llama3-70b", 70_553_706_496),
         ("mixtral-8x7b", 46_702_792_704),
         ("qwen2.5-7b", 7_615_616_512),
+        ("qwen3-30b-a3b", 30_532_122_624),
+        ("gpt-oss-20b", 20_914_757_184),
     ],
 )
 def test_sizes_are_the_published_ones(name: str, parameters: int) -> None:
+    _skip_where_unknown(name)
     network = build(MODELS[name].config(sequence=32), device=torch.device("meta"))
     assert sum(parameter.numel() for parameter in network.parameters()) == parameters
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_config_has_positions_for_the_sequence(name: str) -> None:
-    assert MODELS[name].config(sequence=65536).max_position_embeddings == 65536
+    _skip_where_unknown(name)
+    assert MODELS[name].config(sequence=2**18).max_position_embeddings == 2**18
