@@ -100,8 +100,8 @@ def test_a_capture_neither_reads_nor_remembers_tables(made, monkeypatch) -> None
     assert (len(made), len(captured)) == (1, 2)
 
 
-def cast_of(shards: list[Tensor], outs: list[Tensor]) -> None:
-    inverse_scales = list(torch.empty(len(shards), device=shards[0].device).unbind())
+def cast_of(shards: list[Tensor], outs: list[Tensor], inverse_scales: list[Tensor]) -> None:
+    """Leave in each shard what its FP8 values decode to."""
     cast_shards(shards, torch.stack(amaxes_of(shards)), outs, inverse_scales)
     unpack([out.view(1, -1) for out in outs], inverse_scales, [None] * len(outs), [each.view(1, -1) for each in shards])
 
@@ -109,8 +109,14 @@ def cast_of(shards: list[Tensor], outs: list[Tensor]) -> None:
 def expected(shards: list[Tensor]) -> list[Tensor]:
     """What `cast_of` leaves in copies of shards, by the definitions."""
     copies = [shard.cpu().clone() for shard in shards]
-    cast_of(copies, [torch.empty(len(copy), dtype=formats.E4M3) for copy in copies])
+    cast_of(copies, *places_for(copies))
     return copies
+
+
+def places_for(shards: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """FP8 values and inverse scales."""
+    outs = [torch.empty_like(shard, dtype=formats.E4M3) for shard in shards]
+    return outs, [torch.empty((), device=shard.device) for shard in shards]
 
 
 @on_gpu
@@ -120,13 +126,13 @@ def test_tensors_that_move_are_found_where_they_are() -> None:
     held = []  # so that none lies where another has lain
     for _ in range(3):
         shards = [torch.randn(size, device="cuda") for size in sizes]
-        outs = [torch.empty(size, dtype=formats.E4M3, device="cuda") for size in sizes]
-        held += [*shards, *outs]
+        places = places_for(shards)
+        held += [shards, places]
         for _ in range(3):  # in the same places, by the table of before
             for shard in shards:
                 shard.normal_()
             wanted = expected(shards)
-            cast_of(shards, outs)
+            cast_of(shards, *places)
             for found, want in zip(shards, wanted, strict=True):
                 assert torch.equal(found.cpu(), want)
     assert tables_triton._known_parts.cache_info().hits > 0
@@ -137,15 +143,15 @@ def test_a_stream_does_not_read_a_table_that_another_has_yet_to_copy() -> None:
     torch.manual_seed(0)
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     shards = [torch.randn(2**16, device="cuda") for _ in range(8)]
-    outs = [torch.empty(2**16, dtype=formats.E4M3, device="cuda") for _ in shards]
+    places = places_for(shards)
     wanted = expected(shards)
-    cast_of([shard.clone() for shard in shards], outs)  # kernels are compiled
+    cast_of([shard.clone() for shard in shards], *places)  # kernels are compiled
     torch.cuda.synchronize()
     with torch.cuda.stream(streams[0]):
         torch.cuda._sleep(400_000_000)  # its copy of the table waits for about a fifth of a second
-        cast_of(shards, outs)
+        cast_of(shards, *places)
     with torch.cuda.stream(streams[1]):
-        cast_of(shards, outs)
+        cast_of(shards, *places)
         found = [shard.cpu() for shard in shards]  # the host waits for this stream alone
     assert not streams[0].query()
     torch.cuda.synchronize()
