@@ -8,11 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fp8booster import FP8Config, comm
+from fp8booster import FP8Config, comm, report
 from fp8booster.config import WeightCopies
-from fp8booster.nn.graphs import captured_layers, recorder
-from fp8booster.plugins import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin
+from fp8booster.nn.experts.spread import EXCHANGED
+from fp8booster.nn.graphs import captured_layers, captured_parts, recorder
+from fp8booster.nn.graphs.layer import WARM_UP
+from fp8booster.plugins import HybridParallelPlugin, LowLevelZeroPlugin, MoeHybridParallelPlugin, TorchDDPPlugin
 from tests.colossal.models import tiny_llama, token_batch
+from tests.colossal.moe.models import tiny_mixtral
 from tests.colossal.pipeline.runs import MICRO_BATCHES, SCHEDULES, Pipeline
 from tests.distributed import ranks, run_ranks
 from tests.nn.graphs.rerun import Rerun
@@ -93,6 +96,44 @@ def test_captured_stages_train_as_they_are(schedule: str, zero_stage: int, monke
     assert losses[0] == losses[1]
     captured = captured_layers(boosted.model)
     assert captured == {None: 2}, captured
+
+
+@ranks(2)
+@pytest.mark.parametrize("experts", [1, 2], ids=["EP1", "EP2"])
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+def test_attention_is_captured_beside_experts_that_are_spread(
+    experts: int, checkpointed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "recorder_for", lambda _: Rerun())
+    found: list[list[Any]] = []
+    for graphs in (False, True):
+        comm.reset_statistics()
+        config = FP8Config(always=True, cuda_graphs=graphs)
+        options = {"tp_size": 1, "pp_size": 1, "ep_size": experts, "zero_stage": 1, "precision": "bf16"}
+        boosted = boost(MoeHybridParallelPlugin(use_fp8=True, fp8_config=config, **options), tiny_mixtral())
+        if checkpointed:
+            boosted.model.unwrap().gradient_checkpointing_enable({"use_reentrant": False})
+        of_run: list[Any] = []
+        for step in range(WARM_UP + 4):
+            batches = [token_batch(10 * step + 2 * micro + dist.get_rank()) for micro in range(2)]
+            of_run += boosted.step(*batches)
+            boosted.model.eval()
+            with torch.no_grad():
+                of_run.append(boosted.loss(batches[0]).item())
+            boosted.model.train()
+        found.append([of_run, comm.statistics().rows, boosted.parameters()])
+    (losses, sent, weights), (right, sent_before, weights_before) = found[1], found[0]
+    assert losses == right
+    assert sent == sent_before
+    assert all(torch.equal(each, weights_before[name]) for name, each in weights.items())
+    why_not = "checkpointing computes it again with the rest of its layer" if checkpointed else None
+    assert captured_layers(boosted.model) == {EXCHANGED: 2}
+    assert captured_parts(boosted.model) == {("self_attn", why_not): 2}
+    reason = f" not ({why_not})" if checkpointed else ""
+    line = (
+        f", 2 layers not ({EXCHANGED}) replayed as CUDA graphs, self_attn of 2 layers{reason} replayed as CUDA graphs"
+    )
+    assert line in report(boosted.model).summary()
 
 
 def train_over_nccl() -> tuple[list[float], list[float], dict[str | None, int]]:

@@ -24,10 +24,12 @@ from fp8booster.nn.experts.dispatch import scale_gradient
 from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.experts.loads import note_choice
 from fp8booster.nn.experts.row_layout import RowLayout, owners_of
+from fp8booster.nn.experts.spread import EXCHANGED
 from fp8booster.nn.experts.stack import NOT_BF16, StackedParameter, pays, run_stacks, why_not_bf16, why_not_stacked
 from fp8booster.nn.fused.activations import fused_kind
 from fp8booster.nn.fused.pointwise import Saving, activate
 from fp8booster.nn.fused.trials import gates_by_activation
+from fp8booster.nn.graphs.units import COUNTED
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import change_class, mixed_class, run_with
 from fp8booster.nn.sharding import WeightHolder
@@ -163,9 +165,11 @@ class FP8Experts(nn.Module):
         return self._fp8_ran or not self._fp8_reasons
 
     @property
-    def waits_for_host(self) -> bool:
-        """Tell whether the host must know how many tokens an expert gets, as where a call was not in FP8."""
-        return bool(self._fp8_reasons)
+    def why_eager(self) -> str | None:
+        """The reason why no graph can hold them, as where a call was not in FP8; None: one can."""
+        if hasattr(self, "fp8_spread"):
+            return EXCHANGED
+        return COUNTED if self._fp8_reasons else None
 
     def fp8_notes(self) -> str:
         """Return what the report says besides the precision."""

@@ -27,10 +27,13 @@ from fp8booster.nn.experts.grouped import GroupedExperts
 from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.experts.loads import note_choice
 from fp8booster.nn.experts.routing import Routes, count_rows, spread, weighted_sum
-from fp8booster.nn.experts.spread import Spread
+from fp8booster.nn.experts.spread import EXCHANGED, Spread
 from fp8booster.nn.fused.trials import computes, numbers, on_numbers
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import cached_by_class, change_class, mixed_class
+
+LOOKED_AT = "experts that are modules are looked at in every call"
+"""Why no CUDA graph holds those of one rank: it is found then whether they run as one, and on which FP8 weights."""
 
 
 class Mixture(nn.Module):
@@ -43,6 +46,11 @@ class Mixture(nn.Module):
 
     fp8_spread: Spread | None = None
     """The ranks over which the experts are spread; None: this one holds all of them."""
+
+    @property
+    def why_eager(self) -> str:
+        """The reason why no graph can hold the experts."""
+        return LOOKED_AT if self.fp8_spread is None else EXCHANGED
 
     def mix(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of what each token's experts make of it.

@@ -22,7 +22,7 @@ from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.experts.loads import note_choice
 from fp8booster.nn.experts.mixture import mixin_of
 from fp8booster.nn.experts.row_layout import owners_of
-from fp8booster.nn.experts.spread import Spread
+from fp8booster.nn.experts.spread import EXCHANGED, Spread
 from fp8booster.nn.modules import change_class, mixed_class
 
 
@@ -30,6 +30,7 @@ class SpreadExperts(nn.Module):
     """Mixin of a module whose parameters hold the experts of this rank, and which is called with those of all."""
 
     fp8_spread: Spread
+    why_eager = EXCHANGED
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return [T, H], of tokens [T, H] with their experts and these' weights, [T, k]."""

@@ -19,6 +19,9 @@ from fp8booster.nn.experts.dispatch import exchange_rows
 from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.experts.routing import Routes, count_rows, spread, weighted_sum
 
+EXCHANGED = "experts spread over ranks exchange rows whose number the host waits for"
+"""Why no CUDA graph holds them."""
+
 Run = Callable[[torch.Tensor, HostCopy, float, float], torch.Tensor]
 """Computes the experts of this rank, each on its rows.
 

@@ -1,10 +1,13 @@
-"""Repeated layers of a model that are captured into CUDA graphs after a few calls, and replayed from then on."""
+"""Repeated layers of a model that are captured into CUDA graphs after a few calls, and replayed from then on.
+
+Where a part of a layer must run eagerly, the other parts are captured, each as a layer is (`units`).
+"""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +24,7 @@ from fp8booster.nn.graphs import recorder
 from fp8booster.nn.graphs.pair import Freed, GraphPair, Moved
 from fp8booster.nn.graphs.recorder import Memory, Recorder
 from fp8booster.nn.graphs.static_call import CONSTANTS, Unsupported, flatten
+from fp8booster.nn.graphs.units import eager_parts, units_of, why_eager
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import (
     HOOKS,
@@ -119,14 +123,15 @@ class _Shared:
 
 
 class LayerGraphs:
-    """The graphs of one layer. A copy or a pickle of it is empty.
+    """The graphs of one layer, or of one part. A copy or a pickle of it is empty.
 
     Args:
         shared: of all layers of a model.
+        part: the name of the part; None: it is a whole layer.
     """
 
-    def __init__(self, shared: _Shared) -> None:
-        self._shared = shared
+    def __init__(self, shared: _Shared, part: str | None = None) -> None:
+        self._shared, self.part = shared, part
         self._kinds: dict[Hashable, _Kind] = {}
         self._held: _Held | None = None
         self._ran_without_gradients = False
@@ -165,10 +170,7 @@ class LayerGraphs:
         """Return why a layer that holds this cannot be captured now."""
         if _saving() not in (None, _CHECKPOINTING):
             return "what it saves for backward is stored elsewhere"
-        for experts in held.experts:
-            if getattr(experts, "waits_for_host", True):
-                return "the host must know how many tokens an expert gets"
-        return held.why_not
+        return why_eager(held.eager) or held.why_not
 
     def _look(self, layer: nn.Module, settings_count: bool = True) -> _Held:
         """Look at what the layer's modules hold, and forget the graphs of others.
@@ -218,6 +220,8 @@ class LayerGraphs:
         elif key[-1] == _CHECKPOINTING and not _is_checkpointed_alone(layer):
             # its second forward must save as many tensors as the first, and a replay saves none
             self.why_not = "checkpointing is of more than the layer; checkpoint each layer by itself"
+            if self.part is not None:
+                self.why_not = "checkpointing computes it again with the rest of its layer"
         elif kind is not None:
             return kind
         elif len(self._kinds) == MOST_KINDS:
@@ -323,7 +327,7 @@ class LayerGraphs:
         raise RuntimeError("memory that other graphs keep is freed meanwhile")
 
     def __reduce__(self) -> tuple:
-        return LayerGraphs, (self._shared,)
+        return LayerGraphs, (self._shared, self.part)
 
 
 class _Held:
@@ -336,7 +340,7 @@ class _Held:
 
     def __init__(self, layer: nn.Module, shared: _Shared) -> None:
         self.modules = modules = list(layer.modules())
-        self.experts = [each for module in modules if (each := module._modules.get("experts")) is not None]
+        self.eager = eager_parts(modules)
         self.waits = [(hook, module) for module in modules for hook in waiting_hooks(module)]
         """Hooks that wait for parameters, with their modules."""
 
@@ -537,9 +541,10 @@ def capture_layers(model: nn.Module, *, only_where_host_limits: bool = False) ->
     """Let the repeated layers of a model be captured into CUDA graphs, in place, when they have run a few times.
 
     In training, each layer's forward and backward is one graph then, and Python no longer launches their kernels: a
-    small model trains as fast as the GPU computes. Values are the same, bit for bit, without dropout. Needed are calls
-    of the same shapes, of which a layer captures several; the report tells what was not captured and why. Graphs
-    share what they need only while a layer runs.
+    small model trains as fast as the GPU computes. Of a layer with a part that must run eagerly, as experts that are
+    spread over ranks, the other parts are captured, each for itself. Values are the same, bit for bit, without dropout.
+    Needed are calls of the same shapes, of which a layer captures several; the report tells what was not captured and
+    why. Graphs share what they need only while a layer runs.
 
     Args:
         model: converted, fused and sharded before.
@@ -554,13 +559,23 @@ def capture_layers(model: nn.Module, *, only_where_host_limits: bool = False) ->
     shared = _Shared(only_where_host_limits, unseen=STATE_BYTES * trained)
     layers = repeated_layers(model)
     for layer in layers:
-        if isinstance(layer, CapturedLayer):  # as `fuse` left it to the host's speed; recordings hold what it shares
-            shared = layer.fp8_graphs._shared
-            shared.only_where_host_limits = only_where_host_limits
-        else:
-            change_class(layer, mixed_class(CapturedLayer, type(layer)))
-        layer.__dict__["fp8_graphs"] = LayerGraphs(shared)
+        units, reason = units_of(layer)
+        if isinstance(layer, CapturedLayer):  # what has become eager since leaves it whole
+            units, reason = [(None, layer)], None
+        if reason is not None:
+            vars(layer)[_WHY_PARTED] = reason
+        for name, unit in units:
+            if isinstance(unit, CapturedLayer):  # as `fuse` left it to the host's speed; recordings hold what it shares
+                shared = unit.fp8_graphs._shared
+                shared.only_where_host_limits = only_where_host_limits
+            else:
+                change_class(unit, mixed_class(CapturedLayer, type(unit)))
+            unit.__dict__["fp8_graphs"] = LayerGraphs(shared, name)
     return len(layers)
+
+
+_WHY_PARTED = "_fp8booster_parted"
+"""Attribute of a layer whose parts are captured: why the whole is not."""
 
 
 def capture_as_configured(model: nn.Module, config: FP8Config) -> None:
@@ -590,4 +605,15 @@ def look_inside(model: nn.Module, when: Callable[[], bool]) -> Callable[[], None
 
 def captured_layers(model: nn.Module) -> Counter[str | None]:
     """Count the layers that were replayed when they ran last in training, under None, and others by the reason."""
-    return Counter(module.fp8_graphs.why_not for module in model.modules() if isinstance(module, CapturedLayer))
+    whole = (graphs.why_not for graphs in _graphs_in(model) if graphs.part is None)
+    parted = (vars(module)[_WHY_PARTED] for module in model.modules() if _WHY_PARTED in vars(module))
+    return Counter(chain(whole, parted))
+
+
+def captured_parts(model: nn.Module) -> Counter[tuple[str, str | None]]:
+    """Count the parts that are captured in place of whole layers, by name and reason, as `captured_layers`."""
+    return Counter((graphs.part, graphs.why_not) for graphs in _graphs_in(model) if graphs.part is not None)
+
+
+def _graphs_in(model: nn.Module) -> Iterator[LayerGraphs]:
+    return (module.fp8_graphs for module in model.modules() if isinstance(module, CapturedLayer))

@@ -19,6 +19,7 @@ from fp8booster.nn.experts import grouped_linear, stack
 from fp8booster.nn.experts.fp8_experts import FP8Experts
 from fp8booster.nn.experts.row_layout import RowLayout
 from fp8booster.nn.fsdp.handle import follow_resharding
+from fp8booster.nn.graphs.units import COUNTED
 from fp8booster.nn.linear import speed_model
 from tests.kernels.grouped_stand_in import scaled_grouped_mm, stand_in
 from tests.nn.swapping import by_swapping
@@ -588,7 +589,7 @@ def test_the_host_waits_for_nothing() -> None:
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert {row.precision for row in report(experts).outside} == {"FP8"}
-    assert not experts.waits_for_host
+    assert experts.why_eager is None
 
 
 @pytest.mark.parametrize("reason", SOMETIMES)
@@ -607,7 +608,7 @@ def test_calls_by_other_names_compute_as_before_and_the_report_tells_of_both() -
     assert torch.equal(experts(**named), made(config=None)(**named))
     reason = "called otherwise than with tokens, their experts and weights"
     assert {(row.precision, row.notes) for row in report(experts).outside} == {("BF16", reason)}
-    assert experts.waits_for_host
+    assert experts.why_eager == COUNTED
     experts(*given)
     notes = f"experts in one parameter, in grouped products; emulated in FP32; not in FP8 for some calls: {reason}"
     assert {(row.precision, row.notes) for row in report(experts).outside} == {("FP8", notes)}
