@@ -349,7 +349,7 @@ def _wrapped(number: int) -> int:
 def in_blocks(values: Tensor) -> Tensor:
     """Return a tensor as rows of 256 values, the last filled up with zeros."""
     flat = values.flatten()
-    return F.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
+    return F.pad(flat, (0, -len(flat) % BLOCK)).view(-(-len(flat) // BLOCK), BLOCK)
 
 
 def _divide(a: Tensor, b: Tensor) -> Tensor:

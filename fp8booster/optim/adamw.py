@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import compress
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -17,6 +18,7 @@ from fp8booster.kernels.adamw import AdamRates, require_rates
 from fp8booster.kernels.adamw_8bit import Shards8bit, master_of, split, step_rows, update_8bit
 from fp8booster.kernels.code_statistics import MomentSample
 from fp8booster.optim.gradient_sums import GRADIENT_ACCUMULATIONS, GradientSum, added, value_of
+from fp8booster.optim.own_part import as_part_of, number_of_part, own_part, own_parts
 from fp8booster.optim.states_8bit import LOW, State, States, as_tensor
 from fp8booster.optim.steps import rates_of, update_by_device
 from fp8booster.optim.used_gradient import WHY_NOT_REDUCED, UsedGradient
@@ -62,10 +64,12 @@ class AdamW(Optimizer):
 
     Where a gradient is not finite, its block of 256 values is left as it was, and `skipped_blocks` counts it.
 
-    The plugins' engines shard the states, and save and load them as those of `torch.optim.AdamW`, in FP32.
+    The plugins' engines shard the states, and save and load them as those of `torch.optim.AdamW`, in FP32. Of a
+    DTensor, as FSDP2 makes parameters, each rank updates its part; state dicts have DTensors in FP32, which torch's
+    distributed checkpoints lay out anew for another number of ranks.
 
     Args:
-        params: parameters or parameter groups: contiguous, BF16 or FP32.
+        params: parameters or parameter groups: contiguous, BF16 or FP32. DTensors are sharded or replicated.
         lr, betas, eps, weight_decay: as in `torch.optim.AdamW`.
         update_in_backward: update each parameter as soon as backward has its gradient, and free that: no two gradients
             are there at once. Gradients cannot be clipped by their norm then: until `step()`, `.grad` holds a
@@ -81,8 +85,8 @@ class AdamW(Optimizer):
     Raises:
         ValueError: a rate, beta, eps or decay outside its range, a parameter that is not contiguous, less than one
             micro-batch, more than one without `update_in_backward`, or `gradient_accumulation` without more than one.
-        TypeError: an argument of another type, a parameter of another dtype, one that is sharded as a DTensor, or with
-            `update_in_backward` the flat one of FullyShardedDataParallel.
+        TypeError: an argument of another type, a parameter of another dtype, or with `update_in_backward` a DTensor or
+            the flat parameter of FullyShardedDataParallel.
     """
 
     num_fp32_shards_per_param = 3
@@ -183,18 +187,28 @@ class AdamW(Optimizer):
         for name, value in _OPTIONS_OF_TORCH.items():
             group.setdefault(name, value)
         for parameter in group["params"]:
-            # by place and not by id, so that a resumed run seeds its rounding alike
-            self._numbers[parameter] = len(self._numbers)
+            self._number(parameter)
         self._hook(len(self.param_groups) - 1)
+
+    def _number(self, parameter: torch.Tensor) -> None:
+        # by place and not by id, so that a resumed run seeds its rounding alike; and by the part, which ranks round
+        # each by chance of its own
+        self._numbers[parameter] = len(self._numbers) + _SHARD * number_of_part(parameter)
 
     def _require_updatable(self, parameters: Sequence[torch.Tensor]) -> None:
         """Raise TypeError or ValueError, as the class says, for a parameter that this optimizer cannot update."""
         for parameter in parameters:
             if isinstance(parameter, DTensor):
-                raise TypeError("a parameter is a DTensor; this AdamW updates whole tensors: take torch.optim.AdamW")
+                if self.updates_in_backward:
+                    raise TypeError(
+                        "a parameter is a DTensor, as FSDP2 makes it, whose gradient ranks reduce when backward has "
+                        "taken that of this rank; leave update_in_backward out"
+                    )
+                if any(each.is_partial() for each in parameter.placements):
+                    raise ValueError("a parameter is a DTensor of partial sums; give sharded or replicated ones")
             if parameter.dtype not in (torch.bfloat16, torch.float32):
                 raise TypeError(f"a parameter is {parameter.dtype}; give BF16 or FP32 ones")
-            if not parameter.is_contiguous():
+            if not own_part(parameter).is_contiguous():
                 raise ValueError("a parameter is not contiguous; give contiguous parameters")
             if self.updates_in_backward and getattr(parameter, "_is_flat_param", False):
                 raise TypeError(
@@ -304,8 +318,14 @@ class AdamW(Optimizer):
     ) -> Iterable[tuple[torch.nn.Parameter, torch.Tensor]]:
         """Take a step with some parameters of a group, and return each that is not empty with its amax."""
         # an empty tensor has no amax, and a rank may hold no part of a parameter
-        gradients = [gradient for gradient in gradients if gradient.numel() > 0]
-        parameters = [parameter for parameter in parameters if parameter.numel() > 0]
+        parts = own_parts(parameters)
+        counts = list(map(torch.Tensor.numel, parts))
+        if parts is not parameters:
+            for parameter, part in zip(parameters, parts, strict=True):
+                if not part.numel():  # checkpoints ask each rank for the state
+                    self._state_of(parameter, part).codes["step"] += 1
+        gradients = list(compress(gradients, counts))
+        parameters = list(compress(parameters, counts))
         amaxes = update_by_device(self.update_shards, group, parameters, gradients, divisor)
         return zip(parameters, amaxes, strict=True)
 
@@ -326,7 +346,7 @@ class AdamW(Optimizer):
             divisor: gradients are divided by it first: float32 [] on this device. None: they are not.
 
         Returns:
-            float32 [parameters]: the largest magnitude among the new values of each.
+            float32 [parameters]: the largest magnitude among the new values of each, of a DTensor among this rank's.
 
         Raises:
             TypeError: a parameter that this optimizer was not given, or a sparse gradient.
@@ -335,6 +355,7 @@ class AdamW(Optimizer):
         if group.get("amsgrad", False) or group.get("maximize", False):
             raise ValueError("this AdamW has neither amsgrad nor maximize; load a checkpoint without, or use torch's")
         _require_dense(gradients)
+        self._number_replaced(parameters)
         try:
             numbers = [self._numbers[each] for each in parameters]
         except KeyError:
@@ -345,7 +366,8 @@ class AdamW(Optimizer):
         # the numbers of the step are made on the host, so a tensor's has to come there
         rates = rates_of(group, decoupled=True)._replace(lr=float(group["lr"]))
         device = parameters[0].device
-        states = [self._state_of(parameter) for parameter in parameters]
+        parts = own_parts(parameters)
+        states = list(map(self._state_of, parameters, parts))
         # first: the corrections of the moments count this step
         for state in states:
             state.codes["step"] += 1
@@ -354,20 +376,32 @@ class AdamW(Optimizer):
             self._skipped[device] = torch.zeros((), dtype=torch.int32, device=device)
         # read from the codes: `state["exp_avg"]` would decode the moment to FP32
         shards = Shards8bit(
-            parameters,
+            parts,
             [state.codes.get(LOW) for state in states],
-            list(map(torch.Tensor.contiguous, gradients)),
+            list(map(torch.Tensor.contiguous, own_parts(gradients))),
             [state.moments for state in states],
             [state.codes["step"] for state in states],
             numbers,
         )
-        return self._update_observed(shards, rates, divisor)
+        return self._update_observed(parameters, shards, rates, divisor)
 
-    def _update_observed(self, shards: Shards8bit, rates: AdamRates, divisor: torch.Tensor | None) -> torch.Tensor:
+    def _number_replaced(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Number parameters anew where DTensors stand in the place of those that were given, as in Accelerate."""
+        if isinstance(parameters[0], DTensor) and parameters[0] not in self._numbers:
+            held = [each for group in self.param_groups for each in group["params"]]
+            if all(isinstance(each, DTensor) for each in held):
+                self._require_updatable(held)
+                self._numbers.clear()
+                for each in held:
+                    self._number(each)
+
+    def _update_observed(
+        self, parameters: Sequence[torch.Tensor], shards: Shards8bit, rates: AdamRates, divisor: torch.Tensor | None
+    ) -> torch.Tensor:
         """Update tensors of one device, in one call but for those whose moments an observer samples."""
         skipped, begin, count = self._skipped[shards.values[0].device], 0, len(shards.values)
         amaxes = []
-        for place, parameter in enumerate(shards.values if observers else ()):
+        for place, parameter in enumerate(parameters if observers else ()):
             number = id(self.parameters.get(parameter, parameter))
             sample = partial(_sample_of, shards, place, rates, divisor)
             then = [observe(number, sample) for observe in observers]
@@ -381,22 +415,23 @@ class AdamW(Optimizer):
             amaxes.append(update_8bit(shards.part(begin, count) if begin else shards, rates, skipped, divisor))
         return torch.cat(amaxes) if len(amaxes) > 1 else amaxes[0]
 
-    def _state_of(self, parameter: torch.Tensor) -> State:
+    def _state_of(self, parameter: torch.Tensor, part: torch.Tensor) -> State:
+        """Return the state of a parameter, of which this rank has the part."""
         state = self.state[parameter]
         if not isinstance(state, State):
             state = State(state)
         if not state.codes:
-            state = self.state[parameter] = State.zeros(parameter)
-        state.fit(parameter)
-        state.move(parameter.device)
-        if parameter.dtype is not torch.bfloat16:
+            state = self.state[parameter] = State.zeros(part)
+        state.fit(part)
+        state.move(part.device)
+        if part.dtype is not torch.bfloat16:
             state.codes.pop(LOW, None)  # of a BF16 weight before; this one is its own master
         elif LOW not in state.codes:
-            state.codes[LOW] = torch.zeros(parameter.numel(), dtype=torch.int16, device=parameter.device)
+            state.codes[LOW] = torch.zeros(part.numel(), dtype=torch.int16, device=part.device)
         return state
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's. The states hold codes; under a plugin they read as FP32 values.
+        """As torch's. The states hold codes; under a plugin, and of DTensors, they read as FP32 values.
 
         Raises:
             ValueError: gradients wait for further micro-batches.
@@ -404,8 +439,18 @@ class AdamW(Optimizer):
         self._require_no_sums("saved")
         result = super().state_dict()
         if not self._has_engine:
-            result["state"] = {number: dict(state.codes) for number, state in result["state"].items()}
+            parameters = self._all_parameters()
+            result["state"] = {
+                # others would lay codes out anew without the ranges of their blocks
+                number: self._full(parameters[number], state)
+                if isinstance(parameters[number], DTensor)
+                else dict(state.codes)
+                for number, state in result["state"].items()
+            }
         return result
+
+    def _all_parameters(self) -> list[torch.Tensor]:
+        return [each for group in self.param_groups for each in group["params"]]
 
     def full_state_dict(self) -> dict[str, Any]:
         """Return the state dict that `torch.optim.AdamW` would have, in FP32, with a `master` for each parameter.
@@ -414,19 +459,23 @@ class AdamW(Optimizer):
             ValueError: as `state_dict`.
         """
         self._require_no_sums("saved")
-        full = super().state_dict()
-        parameters = [each for group in self.param_groups for each in group["params"]]
-        for number, state in full["state"].items():
-            # BF16 values alone lack the lower half of the master
-            value, low = parameters[number].detach(), state.codes.get(LOW)
-            full["state"][number] = {
-                "step": as_tensor(state.codes["step"]),
-                "exp_avg": state["exp_avg"],
-                "exp_avg_sq": state["exp_avg_sq"],
-                # a copy: the next step writes to the weight, which is its own master
-                "master": value.clone() if low is None else master_of(value, low).view_as(value),
-            }
+        full, parameters = super().state_dict(), self._all_parameters()
+        full["state"] = {number: self._full(parameters[number], state) for number, state in full["state"].items()}
         return full
+
+    def _full(self, parameter: torch.Tensor, state: State) -> dict[str, Any]:
+        """Return a state in FP32, with the master; DTensors of a DTensor."""
+        # BF16 values alone lack the lower half of the master
+        value, low = own_part(parameter).detach(), state.codes.get(LOW)
+        tensors = {
+            "exp_avg": state["exp_avg"],
+            "exp_avg_sq": state["exp_avg_sq"],
+            # a copy: the next step writes to the weight, which is its own master
+            "master": value.clone() if low is None else master_of(value, low).view_as(value),
+        }
+        if isinstance(parameter, DTensor):
+            tensors = {name: as_part_of(parameter, each) for name, each in tensors.items()}
+        return {"step": as_tensor(state.codes["step"]), **tensors}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -441,11 +490,10 @@ class AdamW(Optimizer):
         self._require_no_sums("loaded")
         # torch would cast the codes to the dtype of the parameter
         super().load_state_dict({**state_dict, "state": {}})
-        own, saved = (
-            [each for group in groups for each in group["params"]]
-            for groups in (self.param_groups, state_dict["param_groups"])
-        )
-        parameters = dict(zip(saved, own, strict=True))  # by number, or by name in torch's distributed checkpoints
+        saved = [each for group in state_dict["param_groups"] for each in group["params"]]
+        parameters = dict(
+            zip(saved, self._all_parameters(), strict=True)
+        )  # by number, or by name in torch's distributed checkpoints
         for name, state in state_dict["state"].items():
             self._load(parameters[name], state)
 
@@ -458,23 +506,36 @@ class AdamW(Optimizer):
             )
 
     def _load(self, parameter: torch.Tensor, given: Mapping[str, Any]) -> None:
+        own, given = own_part(parameter), {name: _part_of_state(parameter, each) for name, each in given.items()}
         moved = {
             # copied even on the same device: a step changes codes in place, and a caller may load the state again
-            name: value.to(parameter.device, copy=True) if isinstance(value, torch.Tensor) else value
+            name: value.to(own.device, copy=True) if isinstance(value, torch.Tensor) else value
             for name, value in given.items()
             if name not in ("master", "step")
         }
         # `step` may be a tensor on a GPU there, and the host counts steps here
         state = State({"step": int(given.get("step", 0)), **moved})
-        state.fit(parameter)
+        state.fit(own)
         if "master" in given:
-            master = given["master"].to(parameter.device, torch.float32)
-            if parameter.dtype is torch.bfloat16:
+            master = given["master"].to(own.device, torch.float32)
+            if own.dtype is torch.bfloat16:
                 rounded, state.codes[LOW] = split(master.flatten())
-                parameter.copy_(rounded.view_as(parameter))
+                own.copy_(rounded.view_as(own))
             else:
-                parameter.copy_(master)
+                own.copy_(master)
         self.state[parameter] = state
+
+
+def _part_of_state(parameter: torch.Tensor, value: Any) -> Any:
+    """Return this rank's part of an entry of a parameter's state: of a DTensor, or of what is as large as the whole."""
+    if isinstance(value, DTensor):
+        return own_part(value)
+    if not isinstance(parameter, DTensor) or not isinstance(value, torch.Tensor):
+        return value
+    if value.shape != parameter.shape or value.shape == own_part(parameter).shape:
+        return value
+    # every rank has the whole: none sends
+    return own_part(distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None))
 
 
 def _sample_of(shards: Shards8bit, place: int, rates: AdamRates, divisor: torch.Tensor | None) -> MomentSample:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from benchmarks.harness.calls import idle_gpu, python_calls
 from fp8booster import FP8Config, convert_to_fp8
@@ -395,11 +395,17 @@ def test_what_an_optimizer_was_not_given_and_groups_of_torchs_options_are_refuse
 
 
 @ranks(1)
-def test_parameters_that_are_dtensors_are_refused() -> None:
+def test_dtensors_that_cannot_be_updated_are_refused() -> None:
     mesh = init_device_mesh("cpu", (1,))
     weight = nn.Parameter(distribute_tensor(torch.ones(4), mesh))
-    with pytest.raises(TypeError, match=r"a parameter is a DTensor; .* take torch.optim.AdamW"):
-        AdamW([weight])
+    with pytest.raises(TypeError, match=r"a parameter is a DTensor, .* leave update_in_backward out"):
+        AdamW([weight], update_in_backward=True)
+    sums = DTensor.from_local(torch.ones(4), mesh, [Partial()], run_check=False)
+    with pytest.raises(ValueError, match="partial sums"):
+        AdamW([nn.Parameter(sums)])
+    wide = nn.Parameter(DTensor.from_local(torch.ones(4, 3).t(), mesh, [Shard(0)], run_check=False))
+    with pytest.raises(ValueError, match="not contiguous"):
+        AdamW([wide])
 
 
 def test_an_accumulation_is_not_copied() -> None:

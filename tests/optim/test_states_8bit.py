@@ -100,7 +100,7 @@ def test_a_step_takes_its_state_to_the_parameters_device() -> None:
     parameter = nn.Parameter(torch.empty(300, device="meta"))
     optimizer = AdamW([parameter])
     optimizer.state[parameter] = State.zeros(nn.Parameter(torch.zeros(300)))
-    state = optimizer._state_of(parameter)
+    state = optimizer._state_of(parameter, parameter)
     assert {value.device.type for value in state.codes.values() if isinstance(value, torch.Tensor)} == {"meta"}
 
 
