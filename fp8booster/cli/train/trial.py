@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from pathlib import Path
+from statistics import fmean
 
 import torch
 
@@ -18,7 +19,7 @@ from .progress import make_display
 SECONDS = 180.0
 """The time that the steps of all precisions may take: a first run ends within 6 minutes, its set-up included."""
 
-_TRIED = 4  # steps, of which the first has more to do than others
+_TRIED = 6  # steps, of which the first has more to do than others
 _FEWEST = 20  # after which a loss says something
 
 
@@ -43,7 +44,8 @@ def steps_in_time(options: TrainOptions, tokens: TokenFile) -> int | None:
             if not run_ranks(task, serve_store()):
                 shutil.rmtree(folder)
                 return None
-            seconds[precision] = min(step.seconds for step in read_metrics(task.folder / "metrics.jsonl")[1:])
+            # the mean, for the run takes their sum: others may use the processor in some steps and not in others
+            seconds[precision] = fmean(step.seconds for step in read_metrics(task.folder / "metrics.jsonl")[1:])
         shutil.rmtree(folder)
         steps = min(options.steps, max(_FEWEST, int(SECONDS / sum(seconds.values()))))
         times = " and ".join(f"{time:.2g} s in {precision.upper()}" for precision, time in seconds.items())
