@@ -26,11 +26,10 @@ from torch.utils._pytree import tree_leaves
 
 from fp8booster.colossal.pipeline import communication
 from fp8booster.colossal.temporarily import temporarily
-from fp8booster.kernels import device, grouped_product
+from fp8booster.kernels import adamw_8bit, device, grouped_product
 from fp8booster.kernels.operators import Operator
 from fp8booster.monitor.memory import MemoryTracker
 from fp8booster.nn.weights import memory
-from fp8booster.optim import adamw
 
 try:
     from transformers import masking_utils  # of transformers 5, which takes position ids without values for packed ones
@@ -56,7 +55,7 @@ def instead_of_gpus(tracker: MemoryTracker, ranks: int, gpu_memory: int) -> Iter
         temporarily(device, why_no_fp8=lambda _: None, why_no_blockwise=lambda _: None),
         temporarily(Operator, run=_as_a_kernel(tracker)),
         temporarily(torch.UntypedStorage, resize_=_resize_seen_by(tracker)),
-        temporarily(adamw, step_rows=lambda rates, steps, *_: torch.empty(len(steps), 8)),  # written by NumPy
+        temporarily(adamw_8bit, step_rows=lambda shards, *_: torch.empty(len(shards.steps), 8)),  # written by NumPy
         temporarily(grouped_product, _runs_kernel=lambda *_: True),
         temporarily(communication, _send_recv_serialization_object=metadata),
         temporarily(p2p, _send_recv_serialization_object=metadata),
