@@ -24,7 +24,7 @@ SCALES_ALIGNMENT = 4
 """Scales come in multiples of this, so that the piece behind them begins at a multiple of 16 bytes."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # launches and tables are found by it at each call, by identity
 class MessageLayout:
     """Places of the pieces of a message.
 

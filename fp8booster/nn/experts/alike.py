@@ -80,7 +80,10 @@ class Look(NamedTuple):
     up: Stack
     down: Stack
     may_be_provided: bool
-    """An engine may give some of the FP8 weights, or they are whole only while their layers run."""
+    """An engine may give some of the FP8 weights."""
+
+    is_transient: bool
+    """Some of the FP8 weights are whole only while their layers run."""
 
     of_each_kind: list[nn.Module]
     """An expert of each class, with each class of activations and each configuration."""
@@ -95,6 +98,13 @@ class Look(NamedTuple):
         """Return why the experts, as they are, cannot be computed together; None: they can."""
         # classes and configurations can be written to, and stay the same objects
         return self.reason or next(filter(None, map(why_not_gated, self.of_each_kind)), None)
+
+    def provided(self) -> list[bool]:
+        """Tell of each weight whether an engine gives its FP8 copy now."""
+        if not self.may_be_provided:
+            return []
+        layers, weights = self.up.layers + self.down.layers, self.up.weights + self.down.weights
+        return [layer.fp8_weight.is_provided([weight]) for layer, weight in zip(layers, weights, strict=True)]
 
 
 class AlikeExperts:
@@ -132,12 +142,10 @@ def _look_at(experts: Sequence[nn.Module], seen: Seen) -> Look:
     by_expert = [gate_up_down(expert) for expert in experts] if reason is None else []
     layers = [layer for gate, up, _ in by_expert for layer in (gate, up)], [down for _, _, down in by_expert]
     up, down = (Stack(each, list(map(_weight, each))) for each in layers)
-    may_be_provided = any(_may_be_provided(layer.fp8_weight) for layer in up.layers + down.layers)
-    return Look(reason, up, down, may_be_provided, list(kinds.values()), _shapes(up, down), seen)
-
-
-def _may_be_provided(source: WeightSource) -> bool:
-    return source.is_transient or type(source).is_provided is not WeightSource.is_provided
+    sources = [layer.fp8_weight for layer in up.layers + down.layers]
+    may_be_provided = any(type(source).is_provided is not WeightSource.is_provided for source in sources)
+    is_transient = any(source.is_transient for source in sources)
+    return Look(reason, up, down, may_be_provided, is_transient, list(kinds.values()), _shapes(up, down), seen)
 
 
 def _why_not_alike(experts: Sequence[nn.Module]) -> str | None:

@@ -25,7 +25,7 @@ from fp8booster.nn.experts.gated import gate_up_down
 from fp8booster.nn.experts.grouped_linear import GroupedWeight
 from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.experts.row_layout import RowLayout
-from fp8booster.nn.experts.stack import StackedLayers, is_provided, pays, run_stacks, why_not_bf16, why_not_stacked
+from fp8booster.nn.experts.stack import StackedLayers, pays, run_stacks, why_not_bf16, why_not_stacked
 from fp8booster.nn.fused.pointwise import Saving, activate
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import held_by_modules
@@ -107,11 +107,11 @@ class GroupedExperts:
         Args:
             tokens, counts, weight_gradient_factors, usual_rows: as in `run_experts`.
         """
-        look = self._look_for(tokens, len(tokens) if usual_rows is None else usual_rows)
-        if look is None:
+        found = self._look_for(tokens, len(tokens) if usual_rows is None else usual_rows)
+        if found is None:
             return None
         layout = RowLayout.of_senders(counts.on_device, len(tokens))
-        return self._computed(look, tokens, layout, weight_gradient_factors)
+        return self._computed(*found, tokens, layout, weight_gradient_factors)
 
     def mix(self, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
         """Return the weighted sum of what each token's experts make of it, BF16, or None: run the experts one by one.
@@ -121,27 +121,33 @@ class GroupedExperts:
             chosen: int64 [T, k].
             weights: [T, k].
         """
-        look = self._look_for(tokens, chosen.numel())
-        if look is None:
+        found = self._look_for(tokens, chosen.numel())
+        if found is None:
             return None
-        return self._computed(look, tokens, RowLayout.of_choices(chosen, len(self.experts)), None, weights)
+        return self._computed(*found, tokens, RowLayout.of_choices(chosen, len(self.experts)), None, weights)
 
-    def _look_for(self, tokens: torch.Tensor, rows: float) -> Look | None:
+    def _look_for(self, tokens: torch.Tensor, rows: float) -> tuple[Look, bool] | None:
         """Return how experts are that compute so many rows in all, made of tokens, in grouped products.
 
-        None: they do not, and the report says why. In evaluation and in compiled code that is as intended.
+        And whether an engine gives their FP8 weights. None: they do not compute so, and the report says why. In
+        evaluation and in compiled code that is as intended.
         """
         if not all(map(attrgetter("training"), self.experts)) or torch.compiler.is_compiling():
             return None
         look = self._alike.look()
         reason = self._why_not(look, tokens, rows)
+        provided = look.provided() if reason is None else []
+        if any(provided) and not all(provided):
+            reason = "an engine keeps the FP8 weights of some of the layers alone"
         if reason is not None:
             self.note(reason)
-        return look if reason is None else None
+            return None
+        return look, any(provided)
 
     def _computed(
         self,
         look: Look,
+        provided: bool,
         tokens: torch.Tensor,
         layout: RowLayout,
         weight_gradient_factors: Sequence[float] | torch.Tensor | None,
@@ -156,9 +162,9 @@ class GroupedExperts:
         return run_stacks(
             tokens.to(torch.bfloat16),
             layout,
-            StackedLayers(look.up, count, self.fp8_casts["gate_up"], self._gate_up, factors),
+            StackedLayers(look.up, count, self.fp8_casts["gate_up"], self._gate_up, provided, factors),
             partial(activate, gated=True, saving=saving, weights=of_rows),
-            StackedLayers(look.down, count, self.fp8_casts["down"], self._down, factors),
+            StackedLayers(look.down, count, self.fp8_casts["down"], self._down, provided, factors),
             layout,
         )
 
@@ -166,21 +172,15 @@ class GroupedExperts:
         """Return why the experts cannot run as one on these tokens, in training."""
         if (reason := self._why_never(look)) is not None:
             return reason
-        down, weight = look.down.layers[0], look.down.weights[0]
+        weight = look.down.weights[0]
         if (reason := why_not_bf16(tokens, weight)) is not None:
             return reason
         if not reusable(tokens, weight):
             return "inference mode or a graph that is captured"
         reason = None if self._always else self._why_slower(look, rows)
-        if reason is not None or not look.may_be_provided:
-            return reason
-        provided = is_provided(down)
-        for layer in look.up.layers + look.down.layers:
-            if layer.fp8_weight.is_transient:
-                return "the weights are whole only while a layer runs"
-            if is_provided(layer) != provided:
-                return "an engine keeps the FP8 weights of some of the layers alone"
-        return None
+        if reason is None and look.is_transient:
+            reason = "the weights are whole only while a layer runs"
+        return reason
 
     def _why_slower(self, look: Look, rows: float) -> str | None:
         """Return why grouped products of so many rows in all would take longer, or None where they would not."""

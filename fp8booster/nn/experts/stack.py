@@ -21,7 +21,6 @@ from fp8booster.kernels.transpose import transposed
 from fp8booster.nn.experts.alike import Stack
 from fp8booster.nn.experts.grouped_linear import GroupedWeight, Products, cast_experts, grouped_linear, under_one_scale
 from fp8booster.nn.experts.row_layout import RowLayout
-from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.linear.speed_model import computes_in_fp8
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.freshness import FreshCopy
@@ -132,20 +131,27 @@ class StackedLayers:
         experts: how many.
         casts: of the layers as one.
         copy: holds the stack until a weight changes.
+        provided: an engine gives their FP8 weights.
         factors: multiply the gradients of the weights, and not those of x: a number or float32 [G].
     """
 
     def __init__(
-        self, stack: Stack, experts: int, casts: Casts, copy: FreshCopy[GroupedWeight], factors: torch.Tensor | float
+        self,
+        stack: Stack,
+        experts: int,
+        casts: Casts,
+        copy: FreshCopy[GroupedWeight],
+        provided: bool,
+        factors: torch.Tensor | float,
     ) -> None:
-        self._stack, self._experts, self._casts, self._copy, self._factors = stack, experts, casts, copy, factors
+        self._stack, self._experts, self._casts, self._copy = stack, experts, casts, copy
+        self._is_provided, self._factors = provided, factors
 
     def product(
         self, x: torch.Tensor, groups: Groups, *, reads: RowLayout | None = None, sums: RowLayout | None = None
     ) -> torch.Tensor:
         """As `WeightStack.product`."""
-        layers, weights = self._stack
-        provided = is_provided(layers[0])
+        weights, provided = self._stack.weights, self._is_provided
         # an engine may begin to provide weights between two steps, and then their scales are others
         key = self._casts.config, provided
         quantized = self._copy.get(weights, key)
@@ -203,8 +209,3 @@ class StackedParameter:
             groups, casts, self._factor, backward_weight=source.backward([weight], casts), reads=reads, sums=sums
         )
         return grouped_linear(x, [weight], w, how)
-
-
-def is_provided(layer: FP8Layer) -> bool:
-    """Tell whether an engine gives a layer's FP8 weight."""
-    return layer.fp8_weight.is_provided([layer.held_weight])

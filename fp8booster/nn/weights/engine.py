@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import repeat
+from operator import attrgetter, methodcaller
 
 import torch
 
@@ -37,7 +39,7 @@ class EngineWeight(CachedWeight):
     _is_right: bool = False
     """The weights that were seen last have the values of what the engine made."""
 
-    _seen_at: list[tuple[int, int, int]] | None = None
+    _seen_at: list[int] | None = None
 
     _noted: torch.Tensor | None = None
     """Of `note_values`."""
@@ -171,8 +173,12 @@ def _addresses(matrix: QuantizedMatrix) -> tuple[int, ...]:
     return tuple(0 if each is None else each.data_ptr() for each in matrix)
 
 
-def _places(weights: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
-    return [(weight.data_ptr(), weight._version, getattr(weight, LOOKS, 0)) for weight in weights]
+def _places(weights: Sequence[torch.Tensor]) -> list[int]:
+    # of each of hundreds of experts at every call: Python calls nothing here
+    return [*map(_DATA_PTR, weights), *map(_VERSION, weights), *map(getattr, weights, repeat(LOOKS), repeat(0))]
+
+
+_DATA_PTR, _VERSION = methodcaller("data_ptr"), attrgetter("_version")
 
 
 def _decodes_to(matrix: torch.Tensor, data: torch.Tensor, inverse_scale: torch.Tensor) -> bool:

@@ -141,10 +141,15 @@ for _name in filter(_WRITING.match, dir(dist.ProcessGroup)):
 
 def weight_state(weight: torch.Tensor) -> tuple:
     """Return what changes when a copy of the weight is no longer fresh, while its memory is watched."""
+    return weight_states([weight])[0]
+
+
+def weight_states(weights: Sequence[torch.Tensor]) -> list[tuple]:
+    """Return the `weight_state` of each of some weights of one device."""
     # another stream casts anew rather than read a copy that this one may not have finished
-    looks = getattr(weight, LOOKS, 0)
-    stream = current_stream(weight) if weight.is_cuda else None
-    return weight.data_ptr(), weight._version, looks, weight.dtype, _Changes.count, stream
+    stream = current_stream(weights[0]) if weights and weights[0].is_cuda else None
+    count = _Changes.count
+    return [(each.data_ptr(), each._version, getattr(each, LOOKS, 0), each.dtype, count, stream) for each in weights]
 
 
 def look_again(weight: torch.Tensor) -> None:
@@ -206,7 +211,7 @@ class _Content(Generic[Made]):
     def is_of(self, weights: Sequence[torch.Tensor]) -> bool:
         """Tell whether it was made of these as they are."""
         return all(made_of() is weight for made_of, weight in zip(self.weights, weights, strict=True)) and (
-            self.states == [weight_state(weight) for weight in weights]
+            self.states == weight_states(weights)
         )
 
     def lies_there(self, weights: Sequence[torch.Tensor]) -> bool:
@@ -244,8 +249,7 @@ class FreshCopy(Generic[Made]):
         for weight in weights:
             # a storage, not a place: collectives write to the flat buffer that a weight is a view of
             _Changes.watched.add(weight.untyped_storage()._cdata)
-        states = [weight_state(weight) for weight in weights]
-        self._content = _Content(made, key, [weakref.ref(weight) for weight in weights], states)
+        self._content = _Content(made, key, list(map(weakref.ref, weights)), weight_states(weights))
         with _Changes.lock:
             _Changes.copies.add(self)
         return made

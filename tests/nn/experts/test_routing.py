@@ -32,7 +32,12 @@ def test_counts_are_those_of_each_expert(chosen: torch.Tensor) -> None:
     out = torch.empty(2, EXPERTS, dtype=torch.int64, device=chosen.device)[1]
     assert count_rows(chosen, EXPERTS, out) is out
     assert torch.equal(out, chosen.flatten().bincount(minlength=EXPERTS))
-    assert HostCopy(out).tolist() == out.tolist()
+    copied = HostCopy(out)
+    assert copied.tolist() == out.tolist()
+    part = copied.part(1, 2, 2)
+    assert part.tolist() == out[1:5].view(2, 2).tolist()
+    assert torch.equal(part.on_device, out[1:5].view(2, 2))
+    assert copied.part(2, 1).tolist() == [out[2].item()]
     assert out[-1] == 0
 
 
