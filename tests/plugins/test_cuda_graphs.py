@@ -69,6 +69,26 @@ def test_captured_layers_train_as_they_are(name: str, monkeypatch: pytest.Monkey
     assert captured == {None: 2}, captured
 
 
+@ranks(1)
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_that_come_in_another_order_are_clipped_to_the_same_bits(tied: bool, monkeypatch) -> None:
+    """A graph gives a layer's gradients together, and the norm is a sum over them all."""
+    monkeypatch.setattr(recorder, "recorder_for", lambda _: Rerun())
+    weights = []
+    for graphs in (False, True):
+        model = tiny_llama(tie_word_embeddings=tied)
+        model.config.use_cache = False
+        config = FP8Config(always=True, cuda_graphs=graphs)
+        plugin = LowLevelZeroPlugin(use_fp8=True, fp8_config=config, stage=1, precision="bf16", max_norm=0.1)
+        boosted = boost(plugin, model)
+        for step in range(7):
+            boosted.step(*(token_batch(2 * step + micro) for micro in range(2)))
+        weights.append(boosted.parameters())
+    assert captured_layers(boosted.model) == {None: 2}
+    for name, value in weights[0].items():
+        assert torch.equal(value, weights[1][name]), name
+
+
 @ranks(2)
 @pytest.mark.parametrize(("schedule", "zero_stage"), [("1f1b", 0), ("interleaved", 0), ("1f1b", 1)])
 def test_captured_stages_train_as_they_are(schedule: str, zero_stage: int, monkeypatch: pytest.MonkeyPatch) -> None:

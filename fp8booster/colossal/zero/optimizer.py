@@ -336,12 +336,11 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         """Return the norm of all gradients over all ranks, times the loss scale: float32 [], on the device."""
         device = get_accelerator().get_current_device()
         squares = torch.zeros((), dtype=torch.float32, device=device)
+        # in the order of the groups, not as they came: CUDA graphs give a layer's together, and the sum must have the
+        # bits of eager layers
+        found = self._gradients()
         for group, store in self.pg_to_grad_store.items():
-            gradients = [
-                gradient
-                for group_id in range(self.num_param_groups)
-                for gradient in store.get_working_grads_by_group_id(group_id)
-            ]
+            gradients = [gradient for each, gradient in found.items() if each.store is store]
             # also without gradients: every rank takes part in the reductions
             of_group = torch.zeros_like(squares)
             if gradients:

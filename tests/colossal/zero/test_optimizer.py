@@ -248,17 +248,14 @@ def test_the_norm_is_over_all_groups_and_the_ranks_of_each(monkeypatch: pytest.M
     monkeypatch.setattr(module, "ranks_of", ranks.__getitem__)
     monkeypatch.setattr(module.dist, "all_reduce", lambda squares, group: squares.mul_(ranks[group]))
 
-    def store(*groups: list[float]) -> SimpleNamespace:
-        of_groups = [[torch.tensor([value, 0.0]) for value in values] for values in groups]
-        return SimpleNamespace(get_working_grads_by_group_id=lambda group_id: of_groups[group_id])
-
+    pair, four, three = (SimpleNamespace() for _ in range(3))
+    gradients = {}
+    for value, store in ((1.0, pair), (5.0, four), (2.0, pair), (3.0, pair)):
+        each = update(0, 0)
+        each.store = store
+        gradients[each] = torch.tensor([value, 0.0])
     made = optimizer(
-        _working_param_groups={0: [], 1: []},
-        pg_to_grad_store={
-            "pair": store([1.0, 2.0], [3.0]),
-            ("four", "three"): store([], [5.0]),
-            "three": store([], []),
-        },
+        pg_to_grad_store={"pair": pair, ("four", "three"): four, "three": three}, _gradients=lambda: gradients
     )
     norm = made._norm()
     assert norm.dtype is torch.float32
