@@ -20,7 +20,7 @@ from fp8booster.kernels.instructions import fit_products_to_cpu
 from fp8booster.nn.experts.fp8_experts import are_experts
 from fp8booster.nn.linear.frozen import FrozenFP8Linear
 from fp8booster.nn.quantize import quantize
-from fp8booster.serving.sources import Folder
+from fp8booster.serving.folder import Folder
 from fp8booster.serving.stored import is_in_fp8
 from fp8booster.training.adapters import ADAPTER_CONFIG
 

@@ -15,7 +15,8 @@ from fp8booster.config import FP8Config
 from fp8booster.formats import E4M3, stored_fault
 from fp8booster.serving.engines import require_loadable
 from fp8booster.serving.formats import CHECKPOINT_FORMATS, IN_16_BITS, CheckpointFormat, require_finite
-from fp8booster.serving.sources import Live, Source, require_floating
+from fp8booster.serving.live import Live
+from fp8booster.serving.source import Source, require_floating
 
 FORMAT_NAMES = (*CHECKPOINT_FORMATS, IN_16_BITS)
 """Formats that `tensors` and `export` take."""

@@ -14,9 +14,11 @@ from torch import nn
 from fp8booster.config import FP8Config
 from fp8booster.files import new_folder
 from fp8booster.reading import read_record
+from fp8booster.serving.folder import Folder, Merged
 from fp8booster.serving.handover import encoded, format_of, require_exportable
+from fp8booster.serving.live import Live
 from fp8booster.serving.shards import ShardWriter
-from fp8booster.serving.sources import Folder, Live, Merged, Source
+from fp8booster.serving.source import Source
 from fp8booster.training.adapters import ADAPTER_CONFIG
 
 

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from fp8booster import FP8Config, load_fp8
 from fp8booster.nn.quantize import freeze
+from fp8booster.serving.folder import Merged
 from fp8booster.serving.formats import CHECKPOINT_FORMATS
-from fp8booster.serving.sources import Merged
 from fp8booster.training.adapters import ADAPTER_CONFIG, ADAPTER_FILE
 from tests.colossal.models import tiny_llama, token_batch
 from tests.nn.models import tiny_gpt2
