@@ -18,6 +18,7 @@ from tests.colossal.models import tiny_llama, token_batch
 from tests.colossal.moe.models import tiny_mixtral
 from tests.colossal.pipeline.runs import MICRO_BATCHES, SCHEDULES, Pipeline
 from tests.distributed import ranks, run_ranks
+from tests.nn.experts.families import FAMILIES, batch_of, tiny_mixture
 from tests.nn.graphs.rerun import Rerun
 from tests.plugins.training import boost, train
 
@@ -154,6 +155,39 @@ def test_attention_is_captured_beside_experts_that_are_spread(
         f", 2 layers not ({EXCHANGED}) replayed as CUDA graphs, self_attn of 2 layers{reason} replayed as CUDA graphs"
     )
     assert line in report(boosted.model).summary()
+
+
+READ_TWICE = "others read its input too, and a graph would add up gradients in another order"
+SHARED = {
+    "Qwen2-MoE": ("shared_expert", READ_TWICE),  # it is not fused
+    "DeepSeek V2": ("shared_experts", None),
+    "DeepSeek V3": ("shared_experts", None),
+}
+"""What all tokens go through beside their experts, and why it is not captured."""
+
+
+@ranks(2)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parts_of_each_mixture_are_captured_beside_experts_that_are_spread(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "recorder_for", lambda _: Rerun())
+    losses = []
+    for graphs in (False, True):
+        config = FP8Config(always=True, emulate=True, cuda_graphs=graphs)
+        options = {"tp_size": 1, "pp_size": 1, "ep_size": 2, "zero_stage": 1, "precision": "bf16"}
+        model = tiny_mixture(family)
+        model.config.use_cache = False
+        boosted = boost(MoeHybridParallelPlugin(use_fp8=True, fp8_config=config, **options), model)
+        losses.append([boosted.step(batch_of(2 * step + dist.get_rank()))[0] for step in range(WARM_UP + 3)])
+    assert losses[0] == losses[1]
+    mixtures = 1 if family.startswith("DeepSeek") else 2  # the first layer of theirs has no experts
+    assert captured_layers(boosted.model) == {EXCHANGED: mixtures} | ({None: 1} if mixtures == 1 else {})
+    expected = {("self_attn", "it is given a PackedEmbeddings" if family == "gpt-oss" else None): mixtures}
+    if family in SHARED:
+        part, why_not = SHARED[family]
+        expected |= {(part, why_not): mixtures}
+    assert captured_parts(boosted.model) == expected
 
 
 def train_over_nccl() -> tuple[list[float], list[float], dict[str | None, int]]:

@@ -24,7 +24,7 @@ from fp8booster.nn.graphs import recorder
 from fp8booster.nn.graphs.pair import Freed, GraphPair, Moved
 from fp8booster.nn.graphs.recorder import Memory, Recorder
 from fp8booster.nn.graphs.static_call import CONSTANTS, Unsupported, flatten
-from fp8booster.nn.graphs.units import eager_parts, units_of, why_eager
+from fp8booster.nn.graphs.units import Unit, eager_parts, most_reads, units_of, why_eager
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import (
     HOOKS,
@@ -127,11 +127,11 @@ class LayerGraphs:
 
     Args:
         shared: of all layers of a model.
-        part: the name of the part; None: it is a whole layer.
+        part, shares_input: as `Unit`'s.
     """
 
-    def __init__(self, shared: _Shared, part: str | None = None) -> None:
-        self._shared, self.part = shared, part
+    def __init__(self, shared: _Shared, part: str | None = None, shares_input: bool = False) -> None:
+        self._shared, self.part, self._shares_input = shared, part, shares_input
         self._kinds: dict[Hashable, _Kind] = {}
         self._held: _Held | None = None
         self._ran_without_gradients = False
@@ -147,7 +147,10 @@ class LayerGraphs:
             if kind is not None and kind.calls < WARM_UP:
                 self.why_not = TOO_EARLY
                 device = given[0].device
-                return _warm_up(kind, self._shared.record_on(device), forward, args, kwargs, device)
+                made = _warm_up(kind, self._shared.record_on(device), forward, args, kwargs, device)
+                if self._shares_input and _reads_again(made, given):
+                    kind.why_not = "others read its input too, and a graph would add up gradients in another order"
+                return made
             pairs = 0 if kind is None else len(kind.pairs)
             pair = None if kind is None else self._pair(kind, forward, layer, args, kwargs, given)
             if kind is not None and pair is not None:
@@ -327,7 +330,7 @@ class LayerGraphs:
         raise RuntimeError("memory that other graphs keep is freed meanwhile")
 
     def __reduce__(self) -> tuple:
-        return LayerGraphs, (self._shared, self.part)
+        return LayerGraphs, (self._shared, self.part, self._shares_input)
 
 
 class _Held:
@@ -468,6 +471,14 @@ def _warm_up(
     return made
 
 
+def _reads_again(made: Any, given: list[Tensor]) -> bool:
+    """Tell whether several operations read one of the tensors that were given, so that their gradients add up."""
+    outputs: list[Tensor] = []
+    with suppress(Unsupported):  # then nothing is captured
+        flatten(made, outputs)
+    return most_reads(given, outputs) > 1
+
+
 def _why_leave_alone(host_seconds: float, gpu_seconds: list[float], copied: int) -> str | None:
     # a GPU that waits for the host takes as long as that; the first calls compile kernels
     saved = MOST_OF_HOST * host_seconds - min(gpu_seconds)
@@ -561,16 +572,16 @@ def capture_layers(model: nn.Module, *, only_where_host_limits: bool = False) ->
     for layer in layers:
         units, reason = units_of(layer)
         if isinstance(layer, CapturedLayer):  # what has become eager since leaves it whole
-            units, reason = [(None, layer)], None
+            units, reason = [Unit(layer)], None
         if reason is not None:
             vars(layer)[_WHY_PARTED] = reason
-        for name, unit in units:
+        for unit, name, shares_input in units:
             if isinstance(unit, CapturedLayer):  # as `fuse` left it to the host's speed; recordings hold what it shares
                 shared = unit.fp8_graphs._shared
                 shared.only_where_host_limits = only_where_host_limits
             else:
                 change_class(unit, mixed_class(CapturedLayer, type(unit)))
-            unit.__dict__["fp8_graphs"] = LayerGraphs(shared, name)
+            unit.__dict__["fp8_graphs"] = LayerGraphs(shared, name, shares_input)
     return len(layers)
 
 

@@ -9,9 +9,12 @@ holds as `experts`. Experts of which nobody tells are taken for a loop that asks
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 
 COUNTED = "the host must know how many tokens an expert gets"
 """Why experts run eagerly whose products need sizes that a router decides."""
@@ -48,24 +51,57 @@ def why_eager(parts: dict[nn.Module, nn.Module | None]) -> str | None:
     return None
 
 
-def units_of(layer: nn.Module, name: str | None = None) -> tuple[list[tuple[str | None, nn.Module]], str | None]:
-    """Return the modules that are captured for a layer, each with its name in it, and why the whole is not.
+class Unit(NamedTuple):
+    """What is captured by itself."""
 
-    Args:
-        layer: or a part of one.
-        name: what it is called; None: it is a whole layer.
+    module: nn.Module
 
-    Returns:
-        The layer itself and None, or its parts and the reason.
-    """
+    name: str | None = None
+    """Of a part; None: it is a whole layer."""
+
+    shares_input: bool = False
+    """A part that may read what eager ones read too, as shared experts do; one before them alone feeds them."""
+
+
+def units_of(layer: nn.Module) -> tuple[list[Unit], str | None]:
+    """Return the layer and None, or in its place the parts that are captured, and why it is not."""
     parts = eager_parts(layer.modules())
     reason = why_eager(parts)
     if reason is None:
-        return [(name, layer)], None
-    others = [(each, child) for each, child in layer.named_children() if child not in parts and _has_several(child)]
-    return [unit for each, child in others for unit in units_of(child, each)[0]], reason
+        return [Unit(layer)], None
+    found: list[Unit] = []
+    is_before = True
+    for name, child in layer.named_children():
+        is_before &= parts.keys().isdisjoint(child.modules())
+        if child in parts or not _has_several(child):
+            continue
+        units, why_not = units_of(child)
+        whole = [Unit(child, name, shares_input=not is_before)]
+        found += whole if why_not is None else [each._replace(shares_input=True) for each in units]
+    return found, reason
 
 
 def _has_several(part: nn.Module) -> bool:
     """Tell whether a part has products inside it: a lone norm or product launches no more than a replay copies."""
     return any(next(child.parameters(), None) is not None for child in part.children())
+
+
+def most_reads(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
+    """Count the operations behind some outputs that read one of the inputs; of several inputs, the most.
+
+    Each gives the input a gradient. They add up in the order in which backward comes to them, which rounds.
+    """
+    ends = {get_gradient_edge(each)[:2] for each in inputs if each.requires_grad}
+    reads: Counter[tuple[Node, int]] = Counter()
+    waiting, seen = [each.grad_fn for each in outputs if each.grad_fn is not None], set[Node]()
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for edge in node.next_functions:
+            if edge in ends:
+                reads[edge] += 1
+            elif edge[0] is not None:
+                waiting.append(edge[0])
+    return max(reads.values(), default=0)

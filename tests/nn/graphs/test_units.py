@@ -16,7 +16,7 @@ from fp8booster.nn.experts.mixture import LOOKED_AT
 from fp8booster.nn.fused import norm
 from fp8booster.nn.graphs import captured_layers, captured_parts
 from fp8booster.nn.graphs.layer import TOO_EARLY, WARM_UP
-from fp8booster.nn.graphs.units import COUNTED, units_of
+from fp8booster.nn.graphs.units import COUNTED, Unit, most_reads, units_of
 from tests.nn.fused.models import MAJOR, VOCABULARY, build
 
 LAYERS = 2
@@ -67,10 +67,12 @@ def trained(of: nn.ModuleList, step: int) -> list[torch.Tensor]:
     for parameter in of.parameters():
         parameter.grad = None
     device = next(of.parameters()).device
-    x = given = torch.randn(4, 8, generator=torch.Generator().manual_seed(step)).to(device).requires_grad_()
+    dtype = next(of.parameters()).dtype
+    given = torch.randn(4, 8, generator=torch.Generator().manual_seed(step)).to(device, dtype).requires_grad_()
+    x = given
     for layer in of:
         x = layer(x)
-    x.square().sum().backward()
+    x.float().square().sum().backward()
     return [x.detach(), given.grad, *(parameter.grad for parameter in of.parameters())]
 
 
@@ -82,10 +84,9 @@ def test_units_are_the_parts_beside_what_must_run_eagerly() -> None:
     layer = Layer()
     units, reason = units_of(layer)
     assert reason == "it asks its user"
-    assert [name for name, _ in units] == ["first", "shared"]
-    assert [unit for _, unit in units] == [layer.first, layer.block["shared"]]
+    assert units == [Unit(layer.first, "first"), Unit(layer.block["shared"], "shared", shares_input=True)]
     layer.block["told"].why_eager = None
-    assert units_of(layer) == ([(None, layer)], None)
+    assert units_of(layer) == ([Unit(layer)], None)
 
 
 def test_experts_of_which_nobody_tells_run_eagerly() -> None:
@@ -93,7 +94,7 @@ def test_experts_of_which_nobody_tells_run_eagerly() -> None:
     layer.block = nn.ModuleDict({"experts": nn.ModuleList(nn.Sequential(nn.Linear(8, 8)) for _ in range(2))})
     units, reason = units_of(layer)
     assert reason == COUNTED
-    assert [name for name, _ in units] == ["first"]
+    assert units == [Unit(layer.first, "first")]
 
 
 def test_parts_are_replayed_with_the_bits_of_eager_ones(device: torch.device) -> None:
@@ -111,6 +112,41 @@ def test_parts_are_replayed_with_the_bits_of_eager_ones(device: torch.device) ->
         why_not = None if step >= WARM_UP else TOO_EARLY
         assert captured_parts(captured) == {("first", why_not): LAYERS, ("shared", why_not): LAYERS}
     assert captured_layers(captured) == {"it asks its user": LAYERS}
+
+
+class Twice(nn.Module):
+    """Reads its input twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.one(x) * self.other(x)
+
+
+def test_a_part_whose_gradients_would_add_up_in_another_order_stays_eager(device: torch.device) -> None:
+    eager = layers(device)
+    for layer in eager:
+        layer.first, layer.block["shared"] = Twice().to(device), Twice().to(device)
+    eager.bfloat16()
+    captured = copy.deepcopy(eager)
+    capture_layers(in_a_model(captured))
+    for step in range(WARM_UP + 2):
+        assert_equal(trained(eager, step), trained(captured, step))
+    why_not = "others read its input too, and a graph would add up gradients in another order"
+    assert captured_parts(captured) == {("first", None): LAYERS, ("shared", why_not): LAYERS}
+
+
+def test_reads_are_counted_for_each_input_by_itself() -> None:
+    one, other, frozen = (torch.ones(3, requires_grad=trained) for trained in (True, True, False))
+    one, other = one * 2, other * 2
+    assert most_reads([one, other, frozen], [(one * other + frozen * frozen).view(1, 3)]) == 1
+    assert most_reads([one, other], [one * other, other.sum()]) == 2
+    assert most_reads([one], [one.view(1, 3) * one.view(1, 3)]) == 2
+    again = one.view(1, 3)
+    assert most_reads([one], [again * again]) == 1
+    assert most_reads([one], [frozen]) == 0
 
 
 def test_copies_of_layers_in_parts_begin_anew(device: torch.device) -> None:
