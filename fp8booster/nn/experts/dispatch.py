@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from fp8booster.comm.collectives import all_to_all_single
 from fp8booster.comm.encoding import DEFAULT, Encoding
-from fp8booster.nn.experts.grouped import GroupedExperts
+from fp8booster.nn.experts.grouped import Grouped
 from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.linear.functional import linear_map
 
@@ -78,7 +78,7 @@ def run_experts(
     counts: HostCopy,
     experts: Sequence[Expert],
     weight_gradient_factors: Sequence[float] | torch.Tensor | None = None,
-    grouped: GroupedExperts | None = None,
+    grouped: Grouped | None = None,
     usual_rows: float | None = None,
 ) -> torch.Tensor:
     """Each expert on its tokens, one product of all of them whoever sent them.

@@ -9,9 +9,10 @@ the experts one by one, and `GroupedExperts.why_one_by_one`, which the report sh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -38,9 +39,25 @@ one by one is faster. Of 4096 x 14336 features, 1024 rows (6e10) were 34 % faste
 slower (benchmarks/results/h200/experts_NVIDIA-H200_2026-11-21_torch-2.11.0-cu130.md)."""
 
 
+Grouped = Callable[[torch.Tensor, HostCopy, Sequence[float] | torch.Tensor | None, float | None], torch.Tensor | None]
+"""Takes tokens, counts, factors and usual rows as `run_experts`, and gives what that does, or None: one by one."""
+
+
 def _casts(config: FP8Config) -> dict[str, Casts]:
     """Return the casts of the products of experts that compute as one."""
     return {name: Casts.of_layer(config) for name in ("gate_up", "down")}
+
+
+class _Looked(NamedTuple):
+    """What a call of experts needs to know of them."""
+
+    look: Look
+
+    provided: bool
+    """An engine gives their FP8 weights."""
+
+    why_not: str | None
+    """Why they cannot run as one, whatever the tokens."""
 
 
 class GroupedExperts:
@@ -107,11 +124,24 @@ class GroupedExperts:
         Args:
             tokens, counts, weight_gradient_factors, usual_rows: as in `run_experts`.
         """
-        found = self._look_for(tokens, len(tokens) if usual_rows is None else usual_rows)
-        if found is None:
+        return self.prepared()(tokens, counts, weight_gradient_factors, usual_rows)
+
+    def prepared(self) -> Grouped:
+        """Look at the experts, which takes the host a while, and return what computes them as a call does, once."""
+        return partial(self._by_senders, self._look())
+
+    def _by_senders(
+        self,
+        looked: _Looked | None,
+        tokens: torch.Tensor,
+        counts: HostCopy,
+        weight_gradient_factors: Sequence[float] | torch.Tensor | None,
+        usual_rows: float | None,
+    ) -> torch.Tensor | None:
+        if looked is None or not self._runs_on(looked, tokens, len(tokens) if usual_rows is None else usual_rows):
             return None
         layout = RowLayout.of_senders(counts.on_device, len(tokens))
-        return self._computed(*found, tokens, layout, weight_gradient_factors)
+        return self._computed(looked, tokens, layout, weight_gradient_factors)
 
     def mix(self, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
         """Return the weighted sum of what each token's experts make of it, BF16, or None: run the experts one by one.
@@ -121,38 +151,40 @@ class GroupedExperts:
             chosen: int64 [T, k].
             weights: [T, k].
         """
-        found = self._look_for(tokens, chosen.numel())
-        if found is None:
+        looked = self._look()
+        if looked is None or not self._runs_on(looked, tokens, chosen.numel()):
             return None
-        return self._computed(*found, tokens, RowLayout.of_choices(chosen, len(self.experts)), None, weights)
+        return self._computed(looked, tokens, RowLayout.of_choices(chosen, len(self.experts)), None, weights)
 
-    def _look_for(self, tokens: torch.Tensor, rows: float) -> tuple[Look, bool] | None:
-        """Return how experts are that compute so many rows in all, made of tokens, in grouped products.
-
-        And whether an engine gives their FP8 weights. None: they do not compute so, and the report says why. In
-        evaluation and in compiled code that is as intended.
-        """
+    def _look(self) -> _Looked | None:
+        """Look at the experts as they are now; None: in evaluation and in compiled code they run one by one."""
         if not all(map(attrgetter("training"), self.experts)) or torch.compiler.is_compiling():
             return None
         look = self._alike.look()
-        reason = self._why_not(look, tokens, rows)
+        reason = self._why_never(look)
+        if reason is None and look.is_transient:
+            reason = "the weights are whole only while a layer runs"
         provided = look.provided() if reason is None else []
         if any(provided) and not all(provided):
             reason = "an engine keeps the FP8 weights of some of the layers alone"
+        return _Looked(look, any(provided), reason)
+
+    def _runs_on(self, looked: _Looked, tokens: torch.Tensor, rows: float) -> bool:
+        """Tell whether so many rows, made of tokens, are computed in grouped products; the report says why not."""
+        reason = looked.why_not or self._why_not(looked.look, tokens, rows)
         if reason is not None:
             self.note(reason)
-            return None
-        return look, any(provided)
+        return reason is None
 
     def _computed(
         self,
-        look: Look,
-        provided: bool,
+        looked: _Looked,
         tokens: torch.Tensor,
         layout: RowLayout,
         weight_gradient_factors: Sequence[float] | torch.Tensor | None,
         weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        look, provided, _ = looked
         config = look.down.layers[0].fp8_config
         require_fp8(tokens.device, config.emulate)
         factors = _joined(weight_gradient_factors, tokens.device)
@@ -169,18 +201,13 @@ class GroupedExperts:
         )
 
     def _why_not(self, look: Look, tokens: torch.Tensor, rows: float) -> str | None:
-        """Return why the experts cannot run as one on these tokens, in training."""
-        if (reason := self._why_never(look)) is not None:
-            return reason
+        """Return why the experts do not run as one on these tokens, in training, though they can on some."""
         weight = look.down.weights[0]
         if (reason := why_not_bf16(tokens, weight)) is not None:
             return reason
         if not reusable(tokens, weight):
             return "inference mode or a graph that is captured"
-        reason = None if self._always else self._why_slower(look, rows)
-        if reason is None and look.is_transient:
-            reason = "the weights are whole only while a layer runs"
-        return reason
+        return None if self._always else self._why_slower(look, rows)
 
     def _why_slower(self, look: Look, rows: float) -> str | None:
         """Return why grouped products of so many rows in all would take longer, or None where they would not."""

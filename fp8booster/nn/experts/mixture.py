@@ -27,7 +27,7 @@ from fp8booster.nn.experts.grouped import GroupedExperts
 from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.experts.loads import note_choice
 from fp8booster.nn.experts.routing import Routes, count_rows, spread, weighted_sum
-from fp8booster.nn.experts.spread import EXCHANGED, Spread
+from fp8booster.nn.experts.spread import EXCHANGED, Run, Spread
 from fp8booster.nn.fused.trials import computes, numbers, on_numbers
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import cached_by_class, change_class, mixed_class
@@ -68,7 +68,7 @@ class Mixture(nn.Module):
             mix = self.fp8_spread.mix
             if torch.compiler.is_compiling():  # the host reads how many rows a rank gets
                 mix = torch.compiler.disable(mix)
-            return mix(tokens, chosen, weights, self._run)
+            return mix(tokens, chosen, weights, self._prepare)
         grouped = cast(GroupedExperts, self._experts_now())
         mixed = grouped.mix(tokens, chosen, weights)
         if mixed is not None:
@@ -78,10 +78,15 @@ class Mixture(nn.Module):
         made = run_experts(spread(tokens, routes), counts, grouped.experts)
         return weighted_sum(made, weights, routes).to(tokens.dtype)
 
-    def _run(self, rows: Tensor, counts: HostCopy, factor: float, usual_rows: float) -> Tensor:
-        """Compute the experts of this rank, where they are spread over ranks: a `spread.Run`."""
-        own = own_experts(self)
-        return run_experts(rows, counts, own, [factor] * len(own), self._experts_now(), usual_rows)
+    def _prepare(self) -> Run:
+        """Look at the experts of this rank, where they are spread over ranks, as `Spread.mix` asks."""
+        own, grouped = own_experts(self), self._experts_now()
+        as_one = None if grouped is None else grouped.prepared()
+
+        def run(rows: Tensor, counts: HostCopy, factor: float, usual_rows: float) -> Tensor:
+            return run_experts(rows, counts, own, [factor] * len(own), as_one, usual_rows)
+
+        return run
 
     def _runs_own_code(self, called_so: bool, is_as_tried: bool, draws_noise: bool = False) -> bool:
         """Tell whether the block's own code must run, where what was tried does not stand for it.

@@ -42,7 +42,7 @@ class SpreadExperts(nn.Module):
             mix = torch.compiler.disable(mix)
         tokens, chosen, weights = args
         note_choice(self, chosen, self.fp8_spread.experts)
-        return mix(tokens, chosen, weights, self.run)
+        return mix(tokens, chosen, weights, lambda: self.run)
 
     def run(self, rows: torch.Tensor, counts: HostCopy, factor: float, usual_rows: float) -> torch.Tensor:
         """Compute the experts of this rank as the module's class does: a `spread.Run`."""

@@ -96,14 +96,16 @@ class Spread:
         dist.all_gather(parts, own.contiguous(), self.group)
         return torch.cat(parts)
 
-    def mix(self, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, run: Run) -> torch.Tensor:
+    def mix(
+        self, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, prepare: Callable[[], Run]
+    ) -> torch.Tensor:
         """Return the weighted sum of what each token's experts make of it.
 
         Args:
             tokens: [T, H].
             chosen: integers [T, k], experts of each token, counted over all ranks.
             weights: [T, k].
-            run: computes the experts of this rank.
+            prepare: looks at the experts of this rank, while their rows are counted, and gives what computes them.
 
         Returns:
             [T, H] of the tokens' dtype.
@@ -111,7 +113,9 @@ class Spread:
         loads = self._loads(chosen)
         # the host waits for the loads alone: this is queued behind them, and keeps the GPU busy when the host goes on
         routes = Routes.of(chosen, self.experts)
-        made = self._at_experts(spread(tokens, routes), loads, run)
+        rows = spread(tokens, routes)
+        # what takes the host alone comes before it waits, as GPUs and other ranks are busy until then
+        made = self._at_experts(rows, loads, prepare())
         return weighted_sum(made, weights, routes).to(tokens.dtype)
 
     def _loads(self, chosen: torch.Tensor) -> _Loads:

@@ -444,7 +444,7 @@ _CAPTURING = Lock()
 """Held while this process captures: flags of a capture are seen by all threads, as backward runs in others."""
 
 
-TOO_EARLY = f"it has not run {WARM_UP + 1} times alike yet"
+TOO_EARLY = f"yet: from call {WARM_UP + 1} of a kind on"
 
 
 def _warm_up(

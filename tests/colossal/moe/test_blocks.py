@@ -161,7 +161,7 @@ def test_experts_are_told_which_rows_are_whose(spread: str) -> None:
         return 2 * rows
 
     tokens = torch.randn(2, 8)
-    mixed = spread_over.mix(tokens, chosen, torch.full((2, 2), 0.5), run)
+    mixed = spread_over.mix(tokens, chosen, torch.full((2, 2), 0.5), lambda: run)
     torch.testing.assert_close(mixed, 2 * tokens)
     rows = sum(map(sum, arrived))
     assert told == [(rows, arrived, 1 / group, 8 / 2 if copies == 2 else rows)]
