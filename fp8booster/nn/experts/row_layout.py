@@ -58,6 +58,5 @@ def owners_of(counts: torch.Tensor, tokens: int) -> torch.Tensor:
         counts: int64 [senders, experts], tokens from each sender for each expert.
         tokens: their number, T.
     """
-    senders, experts = counts.shape
-    numbers = torch.arange(experts, dtype=torch.int64, device=counts.device).repeat(senders)
-    return numbers.repeat_interleave(counts.flatten(), output_size=tokens)
+    # the numbers of the counts, of which every sender has one for each expert; with their sum, so that nobody waits
+    return torch.repeat_interleave(counts.flatten(), output_size=tokens).remainder_(counts.shape[1])

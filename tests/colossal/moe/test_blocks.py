@@ -18,7 +18,7 @@ from fp8booster.monitor.traffic import count_traffic
 from fp8booster.nn.experts import mixture
 from fp8booster.nn.experts.dispatch import exchange_rows, run_experts
 from fp8booster.nn.experts.host_copy import HostCopy
-from fp8booster.nn.experts.spread import Spread
+from fp8booster.nn.experts.spread import Run, Spread
 from tests.colossal.moe.models import EXPERTS, DeepseekMoE, deepseek_v3_block, tiny_mixtral
 from tests.distributed import ranks
 
@@ -160,8 +160,13 @@ def test_experts_are_told_which_rows_are_whose(spread: str) -> None:
         told.append((len(rows), counts.tolist(), factor, usual_rows))
         return 2 * rows
 
+    def prepare() -> Run:
+        assert not waits.called  # a look at experts takes the host a while
+        return run
+
     tokens = torch.randn(2, 8)
-    mixed = spread_over.mix(tokens, chosen, torch.full((2, 2), 0.5), lambda: run)
+    with mock.patch.object(HostCopy, "tolist", autospec=True, side_effect=HostCopy.tolist) as waits:
+        mixed = spread_over.mix(tokens, chosen, torch.full((2, 2), 0.5), prepare)
     torch.testing.assert_close(mixed, 2 * tokens)
     rows = sum(map(sum, arrived))
     assert told == [(rows, arrived, 1 / group, 8 / 2 if copies == 2 else rows)]
