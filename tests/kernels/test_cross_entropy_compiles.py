@@ -31,13 +31,14 @@ def cross_entropy_ptx(
     logits: str, *, tail: bool, gradient: bool = True, loss: bool = True, cap: float = 0.0, unspecialized: tuple = ()
 ) -> str:
     width = WIDTHS[logits]
+    lanes = cross_entropy_triton.BLOCK // width
     constants = {
         "SCALE": 1.0,
         "CAP": cap,
         "LOSS": loss,
         "GRADIENT": gradient,
         "TAIL": tail,
-        "LANES": cross_entropy_triton.BLOCK // width,
+        "LANES": lanes,
         "WIDTH": width,
     }
     return ptx_of(
@@ -45,7 +46,7 @@ def cross_entropy_ptx(
         TYPES | {"logits": logits},
         constants,
         unspecialized=("rows", "ignore_index", *unspecialized),
-        num_warps=8,
+        num_warps=min(16, lanes // 32),
     )
 
 
@@ -84,7 +85,7 @@ def test_the_gradient_alone_moves_in_whole_vectors_and_threads_meet_at_the_end(t
     ptx = ptx_of(
         cross_entropy_triton.cross_entropy_gradient_kernel,
         TYPES | {"logits": logits},
-        {"TAIL": tail, "BLOCK": cross_entropy_triton.BLOCK},
+        {"TAIL": tail, "BLOCK": cross_entropy_triton._GRADIENT_BLOCK},
         unspecialized=("rows", "ignore_index"),
         num_warps=8,
     )
