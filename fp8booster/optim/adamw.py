@@ -355,14 +355,11 @@ class AdamW(Optimizer):
         if group.get("amsgrad", False) or group.get("maximize", False):
             raise ValueError("this AdamW has neither amsgrad nor maximize; load a checkpoint without, or use torch's")
         _require_dense(gradients)
-        self._number_replaced(parameters)
         try:
             numbers = [self._numbers[each] for each in parameters]
         except KeyError:
-            raise TypeError(
-                "an engine has put tensors in the place of this optimizer's parameters; boost it with a plugin of "
-                "fp8booster.plugins, or take torch.optim.AdamW"
-            ) from None
+            self._number_replaced()
+            numbers = [self._numbers[each] for each in parameters]
         # the numbers of the step are made on the host, so a tensor's has to come there
         rates = rates_of(group, decoupled=True)._replace(lr=float(group["lr"]))
         device = parameters[0].device
@@ -385,15 +382,23 @@ class AdamW(Optimizer):
         )
         return self._update_observed(parameters, shards, rates, divisor)
 
-    def _number_replaced(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Number parameters anew where DTensors stand in the place of those that were given, as in Accelerate."""
-        if isinstance(parameters[0], DTensor) and parameters[0] not in self._numbers:
-            held = [each for group in self.param_groups for each in group["params"]]
-            if all(isinstance(each, DTensor) for each in held):
-                self._require_updatable(held)
-                self._numbers.clear()
-                for each in held:
-                    self._number(each)
+    def _number_replaced(self) -> None:
+        """Number parameters anew where DTensors stand in the place of those that were given, as in Accelerate.
+
+        Raises:
+            TypeError: other tensors do.
+        """
+        held = self._all_parameters()
+        replaced = [each for each in held if each not in self._numbers]
+        if not replaced or not all(isinstance(each, DTensor) for each in replaced):
+            raise TypeError(
+                "an engine has put tensors in the place of this optimizer's parameters; boost it with a plugin of "
+                "fp8booster.plugins, or take torch.optim.AdamW"
+            )
+        self._require_updatable(held)
+        self._numbers.clear()
+        for each in held:
+            self._number(each)
 
     def _update_observed(
         self, parameters: Sequence[torch.Tensor], shards: Shards8bit, rates: AdamRates, divisor: torch.Tensor | None
@@ -433,20 +438,30 @@ class AdamW(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch's. The states hold codes; under a plugin, and of DTensors, they read as FP32 values.
 
+        The states of BF16 DTensors have `master_low` besides torch's entries. A checkpoint without it may be loaded:
+        masters then begin as the weights.
+
         Raises:
             ValueError: gradients wait for further micro-batches.
         """
-        self._require_no_sums("saved")
-        result = super().state_dict()
+        result = self._saved()
         if not self._has_engine:
             parameters = self._all_parameters()
             result["state"] = {
                 # others would lay codes out anew without the ranges of their blocks
-                number: self._full(parameters[number], state)
+                number: _spread(parameters[number], state)
                 if isinstance(parameters[number], DTensor)
                 else dict(state.codes)
                 for number, state in result["state"].items()
             }
+        return result
+
+    def _saved(self) -> dict[str, Any]:
+        """Return torch's state dict, with the states in the order of the parameters."""
+        self._require_no_sums("saved")
+        result = super().state_dict()
+        # a rank makes the states of its empty parts first, and ranks that gather states go by their order
+        result["state"] = dict(sorted(result["state"].items()))
         return result
 
     def _all_parameters(self) -> list[torch.Tensor]:
@@ -458,8 +473,7 @@ class AdamW(Optimizer):
         Raises:
             ValueError: as `state_dict`.
         """
-        self._require_no_sums("saved")
-        full, parameters = super().state_dict(), self._all_parameters()
+        full, parameters = self._saved(), self._all_parameters()
         full["state"] = {number: self._full(parameters[number], state) for number, state in full["state"].items()}
         return full
 
@@ -536,6 +550,13 @@ def _part_of_state(parameter: torch.Tensor, value: Any) -> Any:
         return value
     # every rank has the whole: none sends
     return own_part(distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None))
+
+
+def _spread(parameter: DTensor, state: State) -> dict[str, Any]:
+    """Return a DTensor's state in FP32, of DTensors, with the names that `state` itself has: torch asks it for them."""
+    # FP32 for `master_low` too: NCCL and gloo gather no int16
+    tensors = {name: as_part_of(parameter, value.float()) for name, value in state.items() if name != "step"}
+    return {"step": as_tensor(state.codes["step"]), **tensors}
 
 
 def _sample_of(shards: Shards8bit, place: int, rates: AdamRates, divisor: torch.Tensor | None) -> MomentSample:

@@ -25,7 +25,7 @@ def number_of_part(tensor: torch.Tensor) -> int:
     if isinstance(tensor, DTensor):
         coordinates = tensor.device_mesh.get_coordinate() or ()
         for place, coordinate, size in zip(tensor.placements, coordinates, tensor.device_mesh.shape, strict=True):
-            if place.is_shard():
+            if not place.is_replicate():  # what FSDP2 shards of a shard is no Shard but a _StridedShard
                 number = number * size + coordinate
     return number
 
