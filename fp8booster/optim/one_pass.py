@@ -47,6 +47,8 @@ def why_not(optimizer: Optimizer) -> str | None:
         for option in ("amsgrad", "maximize", "differentiable"):
             if group.get(option, False):
                 return f"it was made with {option}=True"
+        if not all(map(torch.Tensor.is_contiguous, group["params"])):
+            return "the values of a parameter lie apart"
         # the kernel takes betas as numbers, and the host would have to wait for a tensor
         if any(isinstance(beta, torch.Tensor) for beta in group["betas"]):
             return "its betas are tensors"

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from fp8booster.optim import AdamW, HybridAdam, one_pass
-from tests.colossal.hybrid.runs import LOSS_SCALING, MODES, HybridRun, batches, fp8, learn, start
+from tests.colossal.hybrid.runs import LOSS_SCALING, MODES, HybridRun, batches, fp8, learn, sizes, start
+from tests.colossal.models import tiny_llama
 from tests.distributed import ranks
 
 CASES = {mode: MODES[mode] for mode in ("DP2", "TP2", "TP2 split_gather", "PP2 1f1b")} | {
@@ -79,6 +80,20 @@ def test_after_a_step_gradients_are_gone_and_schedules_have_counted_it(fused: bo
     run.optimizer.step()
     for name, value in run.parameters().items():
         assert torch.equal(value, before[name])
+
+
+@ranks(2)
+def test_parameters_whose_values_lie_apart_are_left_to_the_optimizer() -> None:
+    losses = []
+    for apart in (False, True):
+        model = tiny_llama(**sizes())
+        if apart:
+            weight = model.model.embed_tokens.weight
+            weight.data = weight.data.t().contiguous().t()
+        run = start(fp8("DP2", max_norm=1.0), model=model, optimizer=TORCHS)
+        losses.append(learn(run))
+        assert run.optimizer.why_by_itself() == ("the values of a parameter lie apart" if apart else None)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
 @ranks(2)
