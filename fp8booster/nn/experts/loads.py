@@ -13,8 +13,9 @@ from fp8booster.nn.experts.routing import count_rows
 class _LastChoice:
     """The choice of a block's last batch in training; a copy or a pickle of it holds none."""
 
-    def __init__(self, chosen: torch.Tensor | None = None, experts: int = 0) -> None:
-        self.chosen, self.experts = chosen, experts
+    def __init__(self) -> None:
+        self.chosen: torch.Tensor | None = None
+        self.experts = 0
 
     def __reduce__(self) -> tuple:
         return _LastChoice, ()
@@ -38,7 +39,10 @@ def note_choice(block: nn.Module, chosen: torch.Tensor, experts: int) -> None:
         return
     # the memory of a capture is the graph's
     if not (chosen.is_cuda and torch.cuda.is_current_stream_capturing()):
-        vars(block)[_LAST] = _LastChoice(chosen.detach(), experts)
+        last = vars(block).get(_LAST)
+        if last is None:  # one object: who looks whether a block has changed finds none that is new
+            last = vars(block)[_LAST] = _LastChoice()
+        last.chosen, last.experts = chosen.detach(), experts
 
 
 def loads_of(model: nn.Module) -> dict[str, tuple[int, ...]]:

@@ -10,8 +10,10 @@ from torch import nn
 
 from fp8booster import FP8Config, capture_layers, convert_to_fp8
 from fp8booster.nn.graphs import captured_layers
-from fp8booster.nn.graphs.layer import WARM_UP
+from fp8booster.nn.graphs import layer as layer_module
+from fp8booster.nn.graphs.layer import WARM_UP, _Held
 from tests.nn.experts.test_fp8_experts import EACH, EXPERTS, HIDDEN, Experts
+from tests.nn.graphs.rerun import Rerun
 
 LAYERS = 2
 
@@ -71,3 +73,25 @@ def test_a_call_in_16_bits_leaves_its_layer_eager(device: torch.device) -> None:
     for _ in range(WARM_UP + 2):
         forward(captured, torch.randn(2, 24, HIDDEN, device=device).bfloat16()).sum().backward()
     assert captured_layers(captured) == {None: 1, "the host must know how many tokens an expert gets": 1}
+
+
+def test_eager_layers_are_looked_at_again_only_where_something_has_changed(
+    device: torch.device, record: Rerun | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if record is None:
+        pytest.skip("times of what stands in for graphs")
+    monkeypatch.setattr(Rerun, "seconds", staticmethod(lambda: 1e9))
+    eager = model(device)
+    capture_layers(eager, only_where_host_limits=True)
+    looks: list[nn.Module] = []
+
+    def look(layer: nn.Module, shared: object) -> _Held:
+        looks.append(layer)
+        return _Held(layer, shared)
+
+    monkeypatch.setattr(layer_module, "_Held", look)
+    for step in range(WARM_UP + 3):
+        looks_before = len(looks)
+        forward(eager, torch.randn(2, 24, HIDDEN, device=device).bfloat16()).sum().backward()
+        assert step == 0 or len(looks) == looks_before
+    assert captured_layers(eager) == {"the GPU takes longer than the host": LAYERS}
