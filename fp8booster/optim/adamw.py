@@ -78,7 +78,7 @@ class AdamW(Optimizer):
         micro_batches: with `update_in_backward`, the backwards whose gradients add up to an update: divide each loss by
             it. A gradient is freed as soon as it was added; the last is added in FP32, and updates. `step()` after the
             last one updates what got fewer gradients, as the parameters of a layer that was skipped, and ends an
-            accumulation early; `zero_grad()` forgets it.
+            accumulation early; `zero_grad()`, also the model's, forgets it.
         gradient_accumulation: how gradients wait for further ones: "16-bit", in BF16; "8-bit", by groups of 128 values
             (`kernels.group_codes`); or "32-bit".
 
@@ -247,6 +247,7 @@ class AdamW(Optimizer):
         elif div_scale != -1:
             divisor = torch.tensor(float(div_scale), dtype=torch.float32)
         for parameter in self._taken:
+            self._forget_if_zero(parameter)
             if isinstance(parameter.grad, UsedGradient):
                 parameter.grad = None
         # DDP writes its buckets' mean to `.grad` after hooks took what this rank had
@@ -276,6 +277,11 @@ class AdamW(Optimizer):
         super().zero_grad(set_to_none)
         self.gradient_sums.clear()
 
+    def _forget_if_zero(self, parameter: torch.nn.Parameter) -> None:
+        """Forget what waits for further micro-batches if somebody has set the gradient to zero or None since."""
+        if self.gradient_sums and (not isinstance(parameter.grad, UsedGradient) or parameter.grad.is_zero):
+            self.gradient_sums.pop(parameter, None)
+
     @property
     def skipped_blocks(self) -> int:
         """Blocks of 256 values that were left as they were, over all steps; reading it waits for the device."""
@@ -284,6 +290,7 @@ class AdamW(Optimizer):
     def _take(self, group_number: int, parameter: torch.nn.Parameter) -> None:
         """Update a parameter of which backward has made the gradient, or add that to those before it."""
         # taken at once, so that no two gradients are there together
+        self._forget_if_zero(parameter)
         gradient = parameter.grad
         if isinstance(gradient, UsedGradient):
             gradient = gradient.added

@@ -30,6 +30,8 @@ _ADDS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
 class UsedGradient(torch.Tensor):
     """Takes the place of a parameter's gradient, without memory; autograd may add the next gradient to it.
 
+    It may be set to zero, as `model.zero_grad(set_to_none=False)` does.
+
     Args:
         parameter: of any dtype and device.
 
@@ -42,12 +44,20 @@ class UsedGradient(torch.Tensor):
     added: torch.Tensor | None
     """The gradient that autograd has added since."""
 
+    is_zero: bool
+    """Whether it was set to zero since."""
+
     @staticmethod
     def __new__(cls, parameter: torch.Tensor) -> UsedGradient:
         made = torch.Tensor._make_wrapper_subclass(
-            cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
+            cls,
+            parameter.shape,
+            strides=parameter.stride(),
+            dtype=parameter.dtype,
+            device=parameter.device,
+            storage_size=0,  # whoever copies its memory, as `share_memory` does, shall find none
         )
-        made.added = None
+        made.added, made.is_zero = None, False
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -56,13 +66,21 @@ class UsedGradient(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Take a gradient that autograd adds in backward; raise an error for all else."""
+        """Take a gradient that autograd adds in backward, and zeros; raise an error for all else."""
         if torch._C._current_graph_task_id() != -1:  # backward runs in this thread
             if function not in _ADDS or not isinstance(args[0], cls):
                 raise RuntimeError(WHY_NOT_REDUCED)  # hooks on parameters read it, as DDP's reducer
             used, gradient = args
             used.added = gradient if used.added is None else used.added + gradient
             return used
+        if function is torch.ops.aten.zero_.default:
+            (used,) = args
+            used.added, used.is_zero = None, True
+            return used
+        if function is torch.ops.aten._foreach_zero_.default:
+            for each in args[0]:  # among gradients of other optimizers
+                each.zero_()
+            return None
         if _norm_is_only_read():
             if function is torch.ops.aten.linalg_vector_norm.default:
                 return torch.full((), math.nan, dtype=torch.float32, device=args[0].device)

@@ -59,8 +59,7 @@ def test_what_says_so_takes_no_memory_and_is_shaped_like_the_parameter() -> None
     network, _ = after_backward()
     used = network.weight.grad
     assert isinstance(used, UsedGradient)
-    with pytest.raises(RuntimeError, match="invalid python storage"):  # there is none
-        used.untyped_storage().data_ptr()
+    assert used.untyped_storage().nbytes() == 0
     assert (used.shape, used.dtype, used.device) == (network.weight.shape, torch.float32, network.weight.device)
     assert "UsedGradient" in repr(used)
 
@@ -87,6 +86,47 @@ def test_setting_gradients_to_zero_forgets_them(set_to_none: bool) -> None:
     optimizer.zero_grad(set_to_none)
     assert all(each.grad is None for each in network.parameters())
     assert float(nn.utils.clip_grad_norm_(network.parameters(), 1.0)) == 0
+
+
+@pytest.mark.parametrize(
+    "set_to_zero",
+    [
+        lambda network: network.zero_grad(),
+        lambda network: network.zero_grad(set_to_none=False),
+        lambda network: [each.grad.zero_() for each in network.parameters()],
+        lambda network: torch.optim.SGD(network.parameters(), foreach=True).zero_grad(set_to_none=False),
+    ],
+    ids=["none", "zero", "by hand", "another optimizer"],
+)
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("then_step", [False, True])
+def test_whoever_sets_gradients_to_zero_forgets_what_waits(
+    set_to_zero: Callable[[nn.Module], object], micro_batches: int, then_step: bool
+) -> None:
+    network, optimizer = after_backward(micro_batches=micro_batches)
+    before = network.weight.detach().clone()
+    set_to_zero(network)
+    if then_step:
+        optimizer.step()
+        assert torch.equal(network.weight, before)
+    for number in range(micro_batches):
+        assert torch.equal(network.weight, before)
+        network(torch.full((2, 16), number + 1.0)).sum().backward()
+    assert not optimizer.gradient_sums
+    if micro_batches > 1:  # the update is by what came after alone
+        expected = nn.Parameter(before.clone())
+        other = AdamW([expected])
+        expected.grad = torch.full((16, 16), sum(2.0 * (number + 1) for number in range(micro_batches)))
+        other.step()
+        assert torch.equal(network.weight, expected)
+    assert optimizer.state[network.weight]["step"] == (2 if micro_batches == 1 else 1)
+
+
+def test_memory_of_a_model_may_be_shared_after_an_update_in_backward() -> None:
+    network, optimizer = after_backward()
+    network.share_memory()
+    assert all(each.is_shared() for each in network.parameters())
+    optimizer.step()
 
 
 def test_compiled_code_runs_beside_used_gradients() -> None:
