@@ -11,7 +11,7 @@ import torch
 
 from fp8booster.colossal.temporarily import temporarily
 from fp8booster.monitor.memory import MemoryTracker, Pool
-from fp8booster.nn.graphs import layer, pair, recorder
+from fp8booster.nn.graphs import held, layer, pair, recorder
 from fp8booster.nn.graphs.recorder import Memory, Recorder
 
 GRAPHS = "CUDA graphs"
@@ -40,7 +40,7 @@ class CountedGraphs:
         """Let layers be captured by this, whose weights are tensors without values."""
         with (
             temporarily(recorder, recorder_for=lambda _: self),
-            temporarily(layer, _is_plain=lambda parameter: True),
+            temporarily(held, _is_plain=lambda parameter: True),
             # tensors without values all lie at 0
             temporarily(pair, _address=lambda tensor: tensor.untyped_storage()._cdata),
             temporarily(layer, _drawn=lambda device: None),  # and random ones are drawn by no generator

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter
 from threading import Lock, get_ident
 from typing import Any
 
@@ -21,20 +21,12 @@ from torch import Tensor, nn
 
 from fp8booster.config import FP8Config
 from fp8booster.nn.graphs import recorder
+from fp8booster.nn.graphs.held import Held
 from fp8booster.nn.graphs.pair import Freed, GraphPair, Moved
 from fp8booster.nn.graphs.recorder import Memory, Recorder
-from fp8booster.nn.graphs.static_call import CONSTANTS, Unsupported, flatten
-from fp8booster.nn.graphs.units import Unit, eager_parts, most_reads, units_of, why_eager
-from fp8booster.nn.linear.layer import FP8Layer
-from fp8booster.nn.modules import (
-    HOOKS,
-    change_class,
-    is_looked_at,
-    mixed_class,
-    repeated_layers,
-    require_module,
-    waiting_hooks,
-)
+from fp8booster.nn.graphs.static_call import Unsupported, flatten
+from fp8booster.nn.graphs.units import Unit, most_reads, units_of, why_eager
+from fp8booster.nn.modules import change_class, mixed_class, repeated_layers, require_module
 from fp8booster.nn.weights.pinned import Use, collected_uses
 from fp8booster.scaling.steps import optimizer_steps
 
@@ -133,7 +125,7 @@ class LayerGraphs:
     def __init__(self, shared: _Shared, part: str | None = None, shares_input: bool = False) -> None:
         self._shared, self.part, self._shares_input = shared, part, shares_input
         self._kinds: dict[Hashable, _Kind] = {}
-        self._held: _Held | None = None
+        self._held: Held | None = None
         self._ran_without_gradients = False
         self.why_not: str | None = TOO_EARLY  # why the last call in training was not replayed; None: it was
 
@@ -169,13 +161,13 @@ class LayerGraphs:
             if not replayed:  # settings that the layer's own forward has changed are no reason to capture it anew
                 self._look(layer, settings_count=False)
 
-    def _why_never(self, held: _Held) -> str | None:
+    def _why_never(self, held: Held) -> str | None:
         """Return why a layer that holds this cannot be captured now."""
         if _saving() not in (None, _CHECKPOINTING):
             return "what it saves for backward is stored elsewhere"
         return why_eager(held.eager) or held.why_not
 
-    def _look(self, layer: nn.Module, settings_count: bool = True) -> _Held:
+    def _look(self, layer: nn.Module, settings_count: bool = True) -> Held:
         """Look at what the layer's modules hold, and forget the graphs of others.
 
         Args:
@@ -185,7 +177,7 @@ class LayerGraphs:
         before = self._held
         if before is not None and before.is_as_found():
             return before
-        found = self._held = _Held(layer, self._shared)
+        found = self._held = Held(layer, self._shared.record_on)
         # of both, objects are there, so equal ids are of the same
         if before is None or found.parts != before.parts or (settings_count and found.settings != before.settings):
             self._kinds.clear()
@@ -331,111 +323,6 @@ class LayerGraphs:
 
     def __reduce__(self) -> tuple:
         return LayerGraphs, (self._shared, self.part, self._shares_input)
-
-
-class _Held:
-    """What a layer's modules hold, as a look finds it.
-
-    Args:
-        layer: looked at.
-        shared: records on its devices.
-    """
-
-    def __init__(self, layer: nn.Module, shared: _Shared) -> None:
-        self.modules = modules = list(layer.modules())
-        self.eager = eager_parts(modules)
-        self.waits = [(hook, module) for module in modules for hook in waiting_hooks(module)]
-        """Hooks that wait for parameters, with their modules."""
-
-        containers = [
-            value
-            for held in map(vars, modules)
-            for name, value in held.items()
-            if name not in _OF_MODULES and _holds_constants(value)  # peft changes a dict of scales in place
-        ]
-        # views show what is there later too: a look then is one walk over objects, without a call of Python's
-        places = [*map(vars, modules), *(of_module for module in modules for of_module in _PARTS(module))]
-        self._empty = [each for each in places if not each]
-        self._views: list[Iterable[Any]] = [each.values() for each in places if each]
-        self._views += [each.values() if isinstance(each, dict) else each for each in containers]
-        self._views += [each.keys() for each in containers if isinstance(each, dict)]
-        self._objects = [*chain.from_iterable(self._views), _END]
-        self._parameters = [each for module in modules for each in module._parameters.values() if each is not None]
-        self._kinds = list(map(_KIND, self._parameters))
-        self.parts = [
-            *([*map(id, module._modules.values())] for module in modules),
-            *(id(each) for module in modules for each in module._buffers.values()),
-            # others after `load_state_dict(assign=True)`
-            *zip(map(id, self._parameters), self._kinds, strict=True),
-        ]
-        """What graphs are of, besides settings."""
-
-        self.settings = [_settings(held) for held in map(vars, modules)]
-        self.trains = any(each.requires_grad for each in self._parameters)
-        self.why_not = self._why_not(layer, shared)
-
-    def is_as_found(self) -> bool:
-        """Tell whether the modules hold the very objects that they held."""
-        if any(self._empty):
-            return False
-        now = chain(chain.from_iterable(self._views), (_END,))
-        return all(map(is_, now, self._objects)) and list(map(_KIND, self._parameters)) == self._kinds
-
-    def _why_not(self, layer: nn.Module, shared: _Shared) -> str | None:
-        for module in self.modules:
-            if vars(module).get("use_zbv"):  # Python takes it from backward, and a replay runs none
-                return "a pipeline without bubbles computes gradients of weights later"
-            if isinstance(module, FP8Layer) and module.fp8_weight.is_transient:  # FSDP2 shards after `fuse`
-                return "its weights are whole only while it runs"
-            if isinstance(module, FP8Layer) and not module.fp8_config.scaling.is_captured:
-                return f"{module.fp8_config.scaling.name} scales, of which a graph cannot tell when a step begins"
-            if module is not layer and is_looked_at(module):  # the layer's own hooks run around its forward
-                return "hooks of a module inside must run"
-        for each in self._parameters:
-            if not _is_plain(each):
-                return f"a weight is a {type(each).__name__}"
-            if shared.record_on(each.device) is None:
-                return "CUDA graphs take a GPU"
-        return None
-
-
-def _is_plain(parameter: nn.Parameter) -> bool:
-    return type(parameter) is nn.Parameter
-
-
-_PARTS = attrgetter("_modules", "_buffers", "_parameters", *HOOKS)
-_KIND = attrgetter("__class__", "device", "requires_grad")
-_END = object()
-
-
-def _settings(held: dict[str, Any]) -> Hashable:
-    """Return what a graph has of a module's attributes for good.
-
-    That is numbers, modes, names, a forward of its own, and where tensors lie: who notes it holds them.
-    """
-    return tuple(
-        (name, value)
-        for name, value in held.items()
-        if name not in _BOOKKEEPING and (isinstance(value, CONSTANTS) or name == "forward")
-    ) + tuple(
-        (name, id(value) if isinstance(value, Tensor) else repr(value))
-        for name, value in held.items()
-        if isinstance(value, Tensor) or (name not in _OF_MODULES and _holds_constants(value))
-    )
-
-
-def _holds_constants(value: Any) -> bool:
-    if type(value) is dict:
-        return bool(value) and all(isinstance(each, CONSTANTS) for pair in value.items() for each in pair)
-    return type(value) in (tuple, list) and bool(value) and all(isinstance(each, CONSTANTS) for each in value)
-
-
-_OF_MODULES = frozenset(vars(nn.Module()))
-"""Attributes that every module has: what they hold is looked at by itself."""
-
-
-_BOOKKEEPING = frozenset(FP8Layer.__annotations__)
-"""Attributes by which FP8 layers note how they are used."""
 
 
 _REQUIRES_GRAD = attrgetter("requires_grad")

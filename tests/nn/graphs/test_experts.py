@@ -11,7 +11,8 @@ from torch import nn
 from fp8booster import FP8Config, capture_layers, convert_to_fp8
 from fp8booster.nn.graphs import captured_layers
 from fp8booster.nn.graphs import layer as layer_module
-from fp8booster.nn.graphs.layer import WARM_UP, _Held
+from fp8booster.nn.graphs.held import Held
+from fp8booster.nn.graphs.layer import WARM_UP
 from tests.nn.experts.test_fp8_experts import EACH, EXPERTS, HIDDEN, Experts
 from tests.nn.graphs.rerun import Rerun
 
@@ -85,11 +86,11 @@ def test_eager_layers_are_looked_at_again_only_where_something_has_changed(
     capture_layers(eager, only_where_host_limits=True)
     looks: list[nn.Module] = []
 
-    def look(layer: nn.Module, shared: object) -> _Held:
+    def look(layer: nn.Module, record_on: object) -> Held:
         looks.append(layer)
-        return _Held(layer, shared)
+        return Held(layer, record_on)
 
-    monkeypatch.setattr(layer_module, "_Held", look)
+    monkeypatch.setattr(layer_module, "Held", look)
     for step in range(WARM_UP + 3):
         looks_before = len(looks)
         forward(eager, torch.randn(2, 24, HIDDEN, device=device).bfloat16()).sum().backward()

@@ -1,0 +1,122 @@
+"""What the modules of a layer hold, which graphs are of: found by one look, and seen to be the same by a short one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8booster.nn.graphs.recorder import Recorder
+from fp8booster.nn.graphs.static_call import CONSTANTS
+from fp8booster.nn.graphs.units import eager_parts
+from fp8booster.nn.linear.layer import FP8Layer
+from fp8booster.nn.modules import HOOKS, is_looked_at, waiting_hooks
+
+
+class Held:
+    """What a layer's modules hold, as a look finds it.
+
+    Args:
+        layer: looked at.
+        record_on: returns what captures on a device; None: nothing does.
+    """
+
+    def __init__(self, layer: nn.Module, record_on: Callable[[torch.device], Recorder | None]) -> None:
+        self.modules = modules = list(layer.modules())
+        self.eager = eager_parts(modules)
+        self.waits = [(hook, module) for module in modules for hook in waiting_hooks(module)]
+        """Hooks that wait for parameters, with their modules."""
+
+        containers = [
+            value
+            for held in map(vars, modules)
+            for name, value in held.items()
+            if name not in _OF_MODULES and _holds_constants(value)  # peft changes a dict of scales in place
+        ]
+        # views show what is there later too: a look then is one walk over objects, without a call of Python's
+        places = [*map(vars, modules), *(of_module for module in modules for of_module in _PARTS(module))]
+        self._empty = [each for each in places if not each]
+        self._views: list[Iterable[Any]] = [each.values() for each in places if each]
+        self._views += [each.values() if isinstance(each, dict) else each for each in containers]
+        self._views += [each.keys() for each in containers if isinstance(each, dict)]
+        self._objects = [*chain.from_iterable(self._views), _END]
+        self._parameters = [each for module in modules for each in module._parameters.values() if each is not None]
+        self._kinds = list(map(_KIND, self._parameters))
+        self.parts = [
+            *([*map(id, module._modules.values())] for module in modules),
+            *(id(each) for module in modules for each in module._buffers.values()),
+            # others after `load_state_dict(assign=True)`
+            *zip(map(id, self._parameters), self._kinds, strict=True),
+        ]
+        """What graphs are of, besides settings."""
+
+        self.settings = [_settings(held) for held in map(vars, modules)]
+        self.trains = any(each.requires_grad for each in self._parameters)
+        self.why_not = self._why_not(layer, record_on)
+
+    def is_as_found(self) -> bool:
+        """Tell whether the modules hold the very objects that they held."""
+        if any(self._empty):
+            return False
+        now = chain(chain.from_iterable(self._views), (_END,))
+        return all(map(is_, now, self._objects)) and list(map(_KIND, self._parameters)) == self._kinds
+
+    def _why_not(self, layer: nn.Module, record_on: Callable[[torch.device], Recorder | None]) -> str | None:
+        for module in self.modules:
+            if vars(module).get("use_zbv"):  # Python takes it from backward, and a replay runs none
+                return "a pipeline without bubbles computes gradients of weights later"
+            if isinstance(module, FP8Layer) and module.fp8_weight.is_transient:  # FSDP2 shards after `fuse`
+                return "its weights are whole only while it runs"
+            if isinstance(module, FP8Layer) and not module.fp8_config.scaling.is_captured:
+                return f"{module.fp8_config.scaling.name} scales, of which a graph cannot tell when a step begins"
+            if module is not layer and is_looked_at(module):  # the layer's own hooks run around its forward
+                return "hooks of a module inside must run"
+        for each in self._parameters:
+            if not _is_plain(each):
+                return f"a weight is a {type(each).__name__}"
+            if record_on(each.device) is None:
+                return "CUDA graphs take a GPU"
+        return None
+
+
+def _is_plain(parameter: nn.Parameter) -> bool:
+    return type(parameter) is nn.Parameter
+
+
+_PARTS = attrgetter("_modules", "_buffers", "_parameters", *HOOKS)
+_KIND = attrgetter("__class__", "device", "requires_grad")
+_END = object()
+
+
+def _settings(held: dict[str, Any]) -> Hashable:
+    """Return what a graph has of a module's attributes for good.
+
+    That is numbers, modes, names, a forward of its own, and where tensors lie: who notes it holds them.
+    """
+    return tuple(
+        (name, value)
+        for name, value in held.items()
+        if name not in _BOOKKEEPING and (isinstance(value, CONSTANTS) or name == "forward")
+    ) + tuple(
+        (name, id(value) if isinstance(value, Tensor) else repr(value))
+        for name, value in held.items()
+        if isinstance(value, Tensor) or (name not in _OF_MODULES and _holds_constants(value))
+    )
+
+
+def _holds_constants(value: Any) -> bool:
+    if type(value) is dict:
+        return bool(value) and all(isinstance(each, CONSTANTS) for pair in value.items() for each in pair)
+    return type(value) in (tuple, list) and bool(value) and all(isinstance(each, CONSTANTS) for each in value)
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+"""Attributes that every module has: what they hold is looked at by itself."""
+
+
+_BOOKKEEPING = frozenset(FP8Layer.__annotations__)
+"""Attributes by which FP8 layers note how they are used."""
