@@ -55,7 +55,8 @@ def instead_of_gpus(tracker: MemoryTracker, ranks: int, gpu_memory: int) -> Iter
         temporarily(device, why_no_fp8=lambda _: None, why_no_blockwise=lambda _: None),
         temporarily(Operator, run=_as_a_kernel(tracker)),
         temporarily(torch.UntypedStorage, resize_=_resize_seen_by(tracker)),
-        temporarily(adamw_8bit, step_rows=lambda shards, *_: torch.empty(len(shards.steps), 8)),  # written by NumPy
+        # NumPy writes them
+        temporarily(adamw_8bit, step_rows=lambda shards, *_: torch.empty(len(shards.steps), 8, dtype=torch.float32)),
         temporarily(grouped_product, _runs_kernel=lambda *_: True),
         temporarily(communication, _send_recv_serialization_object=metadata),
         temporarily(p2p, _send_recv_serialization_object=metadata),

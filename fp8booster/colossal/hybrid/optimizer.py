@@ -112,7 +112,9 @@ class FP8HybridParallelAMPOptimizer(_SpreadsSums, BoostedOptimizer, HybridParall
             gradients = [cast(torch.Tensor, working.grad) for working in workings]
             self._current_grad_norm = norm = self._compute_grad_norm(list(zip(workings, gradients, strict=True)))
             return clipping_divisor(norm, divisor, self.max_norm)
-        return None if divisor == 1 else torch.tensor(float(divisor), device=get_accelerator().get_current_device())
+        if divisor == 1:
+            return None
+        return torch.tensor(float(divisor), dtype=torch.float32, device=get_accelerator().get_current_device())
 
     def _unscale_and_clip_grads(self, total_norm: torch.Tensor | float) -> None:
         """Undo the loss scale and clip, in one pass, and in none where both leave gradients alone."""
