@@ -9,16 +9,17 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fp8booster.argument_types import require_types
 from fp8booster.kernels.adamw import AdamRates, require_rates
-from fp8booster.kernels.adamw_8bit import Shards8bit, master_of, split, step_rows, update_8bit
+from fp8booster.kernels.adamw_8bit import Shards8bit, step_rows, update_8bit
 from fp8booster.kernels.code_statistics import MomentSample
 from fp8booster.optim.gradient_sums import GRADIENT_ACCUMULATIONS, GradientSum, added, value_of
-from fp8booster.optim.own_part import as_part_of, number_of_part, own_part, own_parts
+from fp8booster.optim.own_part import number_of_part, own_part, own_parts
+from fp8booster.optim.saved_states import loaded, spread, whole
 from fp8booster.optim.states_8bit import LOW, State, States, as_tensor
 from fp8booster.optim.steps import rates_of, update_by_device
 from fp8booster.optim.used_gradient import WHY_NOT_REDUCED, UsedGradient
@@ -456,7 +457,7 @@ class AdamW(Optimizer):
             parameters = self._all_parameters()
             result["state"] = {
                 # others would lay codes out anew without the ranges of their blocks
-                number: _spread(parameters[number], state)
+                number: spread(parameters[number], state)
                 if isinstance(parameters[number], DTensor)
                 else dict(state.codes)
                 for number, state in result["state"].items()
@@ -481,22 +482,8 @@ class AdamW(Optimizer):
             ValueError: as `state_dict`.
         """
         full, parameters = self._saved(), self._all_parameters()
-        full["state"] = {number: self._full(parameters[number], state) for number, state in full["state"].items()}
+        full["state"] = {number: whole(parameters[number], state) for number, state in full["state"].items()}
         return full
-
-    def _full(self, parameter: torch.Tensor, state: State) -> dict[str, Any]:
-        """Return a state in FP32, with the master; DTensors of a DTensor."""
-        # BF16 values alone lack the lower half of the master
-        value, low = own_part(parameter).detach(), state.codes.get(LOW)
-        tensors = {
-            "exp_avg": state["exp_avg"],
-            "exp_avg_sq": state["exp_avg_sq"],
-            # a copy: the next step writes to the weight, which is its own master
-            "master": value.clone() if low is None else master_of(value, low).view_as(value),
-        }
-        if isinstance(parameter, DTensor):
-            tensors = {name: as_part_of(parameter, each) for name, each in tensors.items()}
-        return {"step": as_tensor(state.codes["step"]), **tensors}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -512,11 +499,10 @@ class AdamW(Optimizer):
         # torch would cast the codes to the dtype of the parameter
         super().load_state_dict({**state_dict, "state": {}})
         saved = [each for group in state_dict["param_groups"] for each in group["params"]]
-        parameters = dict(
-            zip(saved, self._all_parameters(), strict=True)
-        )  # by number, or by name in torch's distributed checkpoints
+        # by number, or by name in torch's distributed checkpoints
+        parameters = dict(zip(saved, self._all_parameters(), strict=True))
         for name, state in state_dict["state"].items():
-            self._load(parameters[name], state)
+            self.state[parameters[name]] = loaded(parameters[name], state)
 
     def _require_no_sums(self, done: str) -> None:
         """Raise ValueError in the midst of an accumulation, before states are so done with."""
@@ -525,45 +511,6 @@ class AdamW(Optimizer):
                 f"states cannot be {done} in the midst of an accumulation, for a state dict has no gradients: "
                 f"{len(self.gradient_sums)} parameters wait for further micro-batches; call step() or zero_grad() first"
             )
-
-    def _load(self, parameter: torch.Tensor, given: Mapping[str, Any]) -> None:
-        own, given = own_part(parameter), {name: _part_of_state(parameter, each) for name, each in given.items()}
-        moved = {
-            # copied even on the same device: a step changes codes in place, and a caller may load the state again
-            name: value.to(own.device, copy=True) if isinstance(value, torch.Tensor) else value
-            for name, value in given.items()
-            if name not in ("master", "step")
-        }
-        # `step` may be a tensor on a GPU there, and the host counts steps here
-        state = State({"step": int(given.get("step", 0)), **moved})
-        state.fit(own)
-        if "master" in given:
-            master = given["master"].to(own.device, torch.float32)
-            if own.dtype is torch.bfloat16:
-                rounded, state.codes[LOW] = split(master.flatten())
-                own.copy_(rounded.view_as(own))
-            else:
-                own.copy_(master)
-        self.state[parameter] = state
-
-
-def _part_of_state(parameter: torch.Tensor, value: Any) -> Any:
-    """Return this rank's part of an entry of a parameter's state: of a DTensor, or of what is as large as the whole."""
-    if isinstance(value, DTensor):
-        return own_part(value)
-    if not isinstance(parameter, DTensor) or not isinstance(value, torch.Tensor):
-        return value
-    if value.shape != parameter.shape or value.shape == own_part(parameter).shape:
-        return value
-    # every rank has the whole: none sends
-    return own_part(distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None))
-
-
-def _spread(parameter: DTensor, state: State) -> dict[str, Any]:
-    """Return a DTensor's state in FP32, of DTensors, with the names that `state` itself has: torch asks it for them."""
-    # FP32 for `master_low` too: NCCL and gloo gather no int16
-    tensors = {name: as_part_of(parameter, value.float()) for name, value in state.items() if name != "step"}
-    return {"step": as_tensor(state.codes["step"]), **tensors}
 
 
 def _sample_of(shards: Shards8bit, place: int, rates: AdamRates, divisor: torch.Tensor | None) -> MomentSample:

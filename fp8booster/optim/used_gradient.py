@@ -1,4 +1,4 @@
-"""What `.grad` holds once an optimizer has updated by it in backward: a tensor that says so to whoever works on it.
+"""A stand-in for gradients that an optimizer has updated by in backward: operators on it raise an error.
 
 With None there `torch.nn.utils.clip_grad_norm_`, and Accelerate's, would find no gradients and return 0.
 """

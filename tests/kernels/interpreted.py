@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -26,6 +26,11 @@ def interpreted(function: Callable[..., Any], *arguments: Any) -> Any:
     except RankError:
         _end()
         raise
+
+
+def all_of(function: Callable[..., Iterable[str]], *arguments: Any) -> list[str]:
+    """What a generator yields, as a list, which processes can send."""
+    return list(function(*arguments))
 
 
 def _call(function: Callable[..., Any], *arguments: Any) -> Any:

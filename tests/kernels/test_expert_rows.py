@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp8booster.kernels.expert_rows import ExpertRows, expert_rows
-from tests.kernels.interpreted import interpreted
+from tests.kernels.interpreted import all_of, interpreted
 
 CASES = {
     "none": (0, 3),
@@ -71,12 +71,8 @@ def differences(device: str) -> Iterator[str]:
                     yield f"{case}, {like}, {dtype}"
 
 
-def _interpreted() -> list[str]:
-    return list(differences("cpu"))
-
-
 def test_the_kernels_in_triton_s_interpreter() -> None:
-    assert interpreted(_interpreted) == []
+    assert interpreted(all_of, differences, "cpu") == []
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ import torch
 
 from fp8booster.formats import E4M3
 from fp8booster.kernels.token_rows import gather_rows
-from tests.kernels.interpreted import interpreted
+from tests.kernels.interpreted import all_of, interpreted
 
 SHAPES = [(1, 1, 16, 16), (5, 1, 16, 48), (5, 3, 48, 80), (30, 2, 80, 528), (40, 4, 160, 144)]
 """(tokens, choices of each, rows, features): rows are a multiple of 16, and as many as the choices or more."""
@@ -58,12 +58,8 @@ def differences(device: str) -> Iterator[str]:
                 yield f"{shape} plain={plain} transposed={transposed}"
 
 
-def _interpreted() -> list[str]:
-    return list(differences("cpu"))
-
-
 def test_the_kernel_in_triton_s_interpreter() -> None:
-    assert interpreted(_interpreted) == []
+    assert interpreted(all_of, differences, "cpu") == []
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp8booster.kernels.repeated_scales import repeat_scales
-from tests.kernels.interpreted import interpreted
+from tests.kernels.interpreted import all_of, interpreted
 
 CASES = [((), 1, (), 48), ((), 5000, (3,), 96), ((4, 2), 1600, (1, 1), 16), ((7,), 7, (2,), 4096)]
 """The shapes of both scales, and the sizes wanted."""
@@ -41,12 +41,8 @@ def differences(device: str) -> Iterator[str]:
             yield str(case)
 
 
-def _interpreted() -> list[str]:
-    return list(differences("cpu"))
-
-
 def test_the_kernel_in_triton_s_interpreter() -> None:
-    assert interpreted(_interpreted) == []
+    assert interpreted(all_of, differences, "cpu") == []
 
 
 @pytest.mark.gpu
