@@ -218,7 +218,7 @@ def _launch(
     """Return the launch of `row_norm_kernel` or its backward, and its number of programs."""
     rows, columns = shape
     block = max(GROUP, block_over(columns))
-    # a thread holds 8 values of a short row, 16 of a longer one, up to 8192
+    # a thread holds 4 or 8 values of a short row, 16 of a longer one, up to 8192
     warps = min(16, max(1, min(4, block // 256), block // 512))
     at_once = max(FEWEST_PROGRAMS, WARPS // warps)
     if backward:

@@ -93,7 +93,10 @@ class FP8HybridParallelAMPOptimizer(_SpreadsSums, BoostedOptimizer, HybridParall
             ]
             for group in self.optim.param_groups
         ]
-        divisor = self._divisor([working for pairs in groups for _, working in pairs])
+        if self.max_norm > 0:
+            workings = [working for pairs in groups for _, working in pairs]
+            self._current_grad_norm = self._compute_grad_norm([(each, each.grad) for each in workings])
+        divisor = self._divisor(self._current_grad_norm)
         for group, pairs in zip(self.optim.param_groups, groups, strict=True):
             gradients = [cast(torch.Tensor, working.grad) for _, working in pairs]
             one_pass.step_group(self.optim, group, [master for master, _ in pairs], gradients, divisor)
@@ -105,23 +108,20 @@ class FP8HybridParallelAMPOptimizer(_SpreadsSums, BoostedOptimizer, HybridParall
         for _, working in copies:
             working.grad = None
 
-    def _divisor(self, workings: list[nn.Parameter]) -> torch.Tensor | None:
-        """Return what undoes the loss scale and clips by the norm of gradients: float32 []; None where it is one."""
-        divisor = self.mixed_precision.get_grad_div_scale()
+    def _divisor(self, total_norm: Any) -> torch.Tensor | None:
+        """Return what undoes the loss scale and clips by a norm: float32 []; None where it is one."""
+        scale = self.mixed_precision.get_grad_div_scale()
         if self.max_norm > 0:
-            gradients = [cast(torch.Tensor, working.grad) for working in workings]
-            self._current_grad_norm = norm = self._compute_grad_norm(list(zip(workings, gradients, strict=True)))
-            return clipping_divisor(norm, divisor, self.max_norm)
-        if divisor == 1:
+            return clipping_divisor(total_norm, scale, self.max_norm)
+        if scale == 1:
             return None
-        return torch.tensor(float(divisor), dtype=torch.float32, device=get_accelerator().get_current_device())
+        # filled on the device: the host would wait for a copy
+        return torch.full((), scale, dtype=torch.float32, device=get_accelerator().get_current_device())
 
     def _unscale_and_clip_grads(self, total_norm: torch.Tensor | float) -> None:
         """Undo the loss scale and clip, in one pass, and in none where both leave gradients alone."""
-        divisor = self.mixed_precision.get_grad_div_scale()
-        if self.max_norm > 0:
-            divisor = clipping_divisor(total_norm, divisor, self.max_norm)
-        elif divisor == 1:
+        divisor = self._divisor(total_norm)
+        if divisor is None:
             return
         # all at once by one foreach call: Colossal-AI's loop launches a kernel for each
         masters = [master for group in self.param_groups for master in group["params"]]
