@@ -59,6 +59,7 @@ class Engine:
 
 _COLOSSAL = ("colossalai",)
 _TORCHAO = ("torchao",)
+_ACCELERATE = ("accelerate",)
 
 
 def _native(label: str, plugin: str, **options: Any) -> Engine:
@@ -92,6 +93,11 @@ OURS = {
     "fp8booster-plain": Engine(
         label="fp8booster, FP8, one GPU without a plugin", build="plain:plain", trains=(_WEIGHTS, _ADAPTERS)
     ),
+    "fp8booster-fsdp2": Engine(label="fp8booster, FP8, FSDP2 by fully_shard", build="fsdp2:ours"),
+    "fp8booster-autocast": Engine(label="fp8booster, FP8, a loop under autocast", build="plain:autocast"),
+    "fp8booster-trainer": Engine(
+        label="fp8booster, FP8, Trainer", build="trainer:trainer", options={"use_fp8": True}, needs=_ACCELERATE
+    ),
 }
 PEERS = {
     "colossal-low_level_zero": _native("LowLevelZero, BF16", "low_level_zero"),
@@ -108,6 +114,7 @@ PEERS = {
         "torchao tensorwise, FP8 all-gather, FSDP2, compiled", *_TORCHAO, compiled=True, float8="tensorwise"
     ),
     "torchao-rowwise": _torch("torchao rowwise, FSDP2, compiled", *_TORCHAO, compiled=True, float8="rowwise"),
+    "trainer": Engine(label="Trainer, BF16", build="trainer:trainer", options={"use_fp8": False}, needs=_ACCELERATE),
     "peft-lora": Engine(
         label="peft, BF16, one GPU without a plugin", build="plain:peft_lora", needs=("peft",), trains=(_ADAPTERS,)
     ),
@@ -122,6 +129,8 @@ PRECISIONS = {
     "both": ("fp8booster-bf16", "fp8booster-fp8"),
     "all": ("fp8booster-bf16", "fp8booster-bf16-fused", "fp8booster-fp8"),
     "plain": ("fp8booster-plain",),
+    "fsdp2": ("fp8booster-fsdp2",),
+    "trainer": ("fp8booster-autocast", "fp8booster-trainer"),
 }
 """The engines that each value of `--precision` stands for."""
 

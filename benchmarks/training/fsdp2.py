@@ -1,6 +1,8 @@
-"""PyTorch's own way, for comparison: FSDP2, with torch.compile, and with torchao's FP8 layers."""
+"""FSDP2: fp8booster by its one call, and for comparison PyTorch in BF16, compiled, and torchao's FP8 layers."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -10,10 +12,27 @@ from torch.profiler import record_function
 
 from benchmarks.training.built_engine import OPTIMIZER_RANGE, BuiltEngine
 from benchmarks.training.job import Job
+from fp8booster.cli.train.key_values import fp8_config
 from fp8booster.training.batches import Replica
 from fp8booster.training.models import build
+from fp8booster.training.optimizers import make_optimizer
 
 _DEVIATION = 0.02  # of the initial weights, as Hugging Face's default
+
+
+def ours(job: Job, device: torch.device) -> BuiltEngine:
+    """FP32 masters, converted, fused and sharded by `fp8booster.fully_shard` alone.
+
+    Args:
+        job: what to train; its plugin and parallel sizes are not used.
+        device: of this rank.
+    """
+    import fp8booster
+
+    model = _on_meta(job)
+    fp8booster.fully_shard(model, fp8_config(job.fp8_options))
+    _fill(model, job, device)
+    return _built(job, model, make_optimizer(job.optimizer, model.parameters(), lr=job.lr))
 
 
 def fsdp2(
@@ -28,8 +47,7 @@ def fsdp2(
         mode: of torch.compile; None is its default.
         float8: torchao's "tensorwise", with weights gathered in FP8, or "rowwise".
     """
-    config = job.architecture.config(job.sequence)
-    model = build(config, dtype=torch.float32, device=torch.device("meta"), checkpointing=job.recomputed)
+    model = _on_meta(job)
     if float8 is not None:
         _to_float8(model, float8)
     layers = model.model.layers
@@ -42,7 +60,17 @@ def fsdp2(
     fully_shard(model, mp_policy=policy)
     _fill(model, job, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=job.lr, fused=True)
+    return _built(job, model, optimizer, _compute_scales if float8 == "tensorwise" else None)
 
+
+def _on_meta(job: Job) -> nn.Module:
+    config = job.architecture.config(job.sequence)
+    return build(config, dtype=torch.float32, device=torch.device("meta"), checkpointing=job.recomputed)
+
+
+def _built(
+    job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, after_step: Callable[[nn.Module], None] | None = None
+) -> BuiltEngine:
     def step(tokens: torch.Tensor) -> torch.Tensor:
         losses = []
         for micro, part in enumerate(tokens.split(job.micro_batch), 1):
@@ -54,15 +82,20 @@ def fsdp2(
             nn.utils.clip_grad_norm_(model.parameters(), job.max_norm)
             optimizer.step()
             optimizer.zero_grad()
-            if float8 == "tensorwise":
-                from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
-
-                precompute_float8_dynamic_scale_for_fsdp(model)
+            if after_step is not None:
+                after_step(model)
         return torch.stack(losses).sum()
 
     return BuiltEngine(
         model=model, optimizer=optimizer, step=step, replica=Replica(dist.get_rank(), dist.get_world_size())
     )
+
+
+def _compute_scales(model: nn.Module) -> None:
+    """Compute torchao's scales of all weights in one collective, as its users do after each step."""
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    precompute_float8_dynamic_scale_for_fsdp(model)
 
 
 def _to_float8(model: nn.Module, recipe: str) -> None:

@@ -1,11 +1,18 @@
-"""One GPU without a plugin: fp8booster on BF16 weights, or under adapters; and peft's adapters on a model in BF16."""
+"""One GPU without a plugin: fp8booster on BF16 weights, on FP32 ones under autocast, or under adapters; and peft's
+adapters on a model in BF16.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.profiler import record_function
+from transformers import PreTrainedModel
 
 from benchmarks.training.built_engine import OPTIMIZER_RANGE, BuiltEngine
 from benchmarks.training.job import Job
@@ -28,7 +35,7 @@ def plain(job: Job, device: torch.device) -> BuiltEngine:
     Raises:
         ValueError: more than one process; another optimizer.
     """
-    _require_one_process("--precision plain")
+    require_one_process("--precision plain")
     config = fp8_config(job.fp8_options)
     if job.lora is not None:
         model = _adapted(job, device, config)
@@ -47,18 +54,40 @@ def plain(job: Job, device: torch.device) -> BuiltEngine:
     return _built(job, model, optimizer)
 
 
+def autocast(job: Job, device: torch.device) -> BuiltEngine:
+    """A loop by hand over the weights of `trainer`: in FP32, converted and fused, under autocast.
+
+    Raises:
+        ValueError: more than one process.
+    """
+    require_one_process("--precision trainer")
+    model = in_fp32(job, device)
+    convert_to_fp8(model, fp8_config(job.fp8_options))
+    fuse(model)
+    optimizer = make_optimizer(job.optimizer, model.parameters(), lr=job.lr)
+    return _built(job, model, optimizer, partial(torch.autocast, device.type, torch.bfloat16))
+
+
+def in_fp32(job: Job, device: torch.device) -> PreTrainedModel:
+    """The job's model, of the seed's weights, in FP32."""
+    torch.manual_seed(job.seed)
+    config = job.architecture.config(job.sequence)
+    return build(config, dtype=torch.float32, device=device, checkpointing=job.recomputed)
+
+
 def peft_lora(job: Job, device: torch.device) -> BuiltEngine:
     """LoRA of peft on the same weights in BF16, with torch's AdamW.
 
     Raises:
         ValueError: more than one process.
     """
-    _require_one_process("--against peft-lora")
+    require_one_process("--against peft-lora")
     model = _adapted(job, device, None)
     return _built(job, model, make_optimizer("adamw", _trained(model), lr=job.lr))
 
 
-def _require_one_process(option: str) -> None:
+def require_one_process(option: str) -> None:
+    """Raise ValueError where there are several."""
     if dist.get_world_size() > 1:
         raise ValueError(f"{option} trains on one GPU; add --processes 1")
 
@@ -77,11 +106,17 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def _built(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> BuiltEngine:
+def _built(
+    job: Job,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    precision: Callable[[], AbstractContextManager] = nullcontext,
+) -> BuiltEngine:
     def step(tokens: torch.Tensor) -> torch.Tensor:
         losses = []
         for part in tokens.split(job.micro_batch):
-            loss = model(input_ids=part, labels=part).loss / job.micro_batches
+            with precision():
+                loss = model(input_ids=part, labels=part).loss / job.micro_batches
             with torch.autograd.set_multithreading_enabled(False):  # as the plugins do: the host is faster so
                 loss.backward()
             losses.append(loss.detach())

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.training.engines import ENGINES
+from benchmarks.training.engines import ENGINES, PRECISIONS
 from benchmarks.training.job import Job
 from benchmarks.training.launch import Crew, Turn
 
@@ -54,6 +54,7 @@ RUNS = {
     "moe fp8": ("fp8booster-fp8", MOE),
     "moe, experts on each rank": ("fp8booster-fp8", replace(MOE, ep=1)),
     "fsdp2": ("fsdp2", JOB),
+    "fsdp2 fp8": ("fp8booster-fsdp2", JOB),
 }
 """Name: engine and job."""
 
@@ -124,7 +125,8 @@ def take_turns() -> list[Turn]:
 def measure_plain() -> tuple[list[dict[str, Any]], str]:
     """Outcomes of one GPU without a plugin, and what it says of AdamW.
 
-    They are of a micro-batch a step and of two; of adapters with either optimizer; and of peft's adapters.
+    They are of a micro-batch a step and of two; of adapters with either optimizer; of peft's adapters; and of a loop
+    under autocast, the Trainer with FP8 and the Trainer in BF16.
     """
     from benchmarks.training.measure import measure
     from benchmarks.training.worker import facts_of
@@ -135,6 +137,7 @@ def measure_plain() -> tuple[list[dict[str, Any]], str]:
     with pytest.raises(ValueError, match="updates in backward") as refused:
         build(replace(JOB, micro_batches=1, optimizer="adamw"), device)
     engines = [*((build, job) for job in jobs), (ENGINES["peft-lora"].load(), jobs[-1])]
+    engines += [(ENGINES[name].load(), JOB) for name in (*PRECISIONS["trainer"], "trainer")]
     found = []
     for engine, job in engines:
         built = engine(job, device)

@@ -42,7 +42,7 @@ def test_ours_in_bf16_is_native(measured) -> None:
     assert outcomes["bf16"]["wire"]["bytes"] == outcomes["native"]["wire"]["bytes"]
 
 
-OTHER_BATCH = ("gemini", "tensor parallel", "pipeline", "fsdp2")
+OTHER_BATCH = ("gemini", "tensor parallel", "pipeline", "fsdp2", "fsdp2 fp8")
 """Runs with one micro-batch a step, with one replica's tokens for both ranks, or with other initial weights."""
 
 
@@ -102,7 +102,7 @@ def test_a_plugin_that_is_not_there_is_named(measured) -> None:
     assert measured[1][0].startswith("fp8booster.plugins has no TorchDDPPlugin; --plugin takes low_level_zero")
 
 
-@pytest.mark.parametrize("name", ["bf16 fused", "ddp bf16 fused", "fp8"])
+@pytest.mark.parametrize("name", ["bf16 fused", "ddp bf16 fused", "fp8", "fsdp2 fp8"])
 def test_fused_engines_fuse_everything(measured, name: str) -> None:
     assert measured[0][0][name]["fused"] == "2 decoder layers fused, loss over chunks of logits"
     assert measured[0][0]["bf16"]["fused"] is None
@@ -132,8 +132,16 @@ def test_one_gpu_without_a_plugin_trains_weights_and_adapters() -> None:
     ((outcomes, refused),) = run_ranks(measure_plain, 1)
     for outcome in outcomes:
         assert outcome["losses"][-1] < 0.98 * outcome["losses"][0]
-    assert {outcome["fused"] for outcome in outcomes[:-1]} == {"2 decoder layers fused, loss over chunks of logits"}
-    *_, adapters, with_8_bit_moments, in_bf16 = (outcome["losses"] for outcome in outcomes)
+    *without_trainer, own_loop, trainer, trainer_in_bf16 = outcomes
+    *ours, peft = without_trainer
+    fused = {outcome["fused"] for outcome in (*ours, own_loop, trainer)}
+    assert fused == {"2 decoder layers fused, loss over chunks of logits"}
+    assert peft["layers"] is trainer_in_bf16["layers"] is None
+    assert trainer["layers"] == own_loop["layers"]
+    assert trainer["losses"][0] == pytest.approx(own_loop["losses"][0], rel=1e-5)  # the same tokens, and all of them
+    for other in (own_loop, trainer_in_bf16):
+        assert trainer["losses"] == pytest.approx(other["losses"], rel=0.01)
+    *_, adapters, with_8_bit_moments, in_bf16 = (outcome["losses"] for outcome in without_trainer)
     assert adapters == pytest.approx(in_bf16, rel=0.003)
     assert with_8_bit_moments == pytest.approx(in_bf16, rel=0.003)
     assert "--optimizer adamw-8bit" in refused
