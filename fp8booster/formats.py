@@ -53,6 +53,6 @@ def stored_fault(data: torch.Tensor, scale: torch.Tensor) -> str | None:
     scale = scale.float()  # some types of scales know no comparison
     if not bool((scale.isfinite() & (scale > 0)).all()):
         return "it has scales that are not finite numbers above 0"
-    last = torch.tensor(MAX[data.dtype], dtype=data.dtype).view(torch.uint8).item()
+    last = torch.tensor(MAX[data.dtype], dtype=data.dtype, device="cpu").view(torch.uint8).item()
     magnitudes = data.view(torch.uint8) & 0x7F
     return "it holds values that are not finite" if magnitudes.numel() and bool(magnitudes.max() > last) else None

@@ -40,7 +40,7 @@ GROWTH = 2.0 ** (1 / 1000)
 """Of mu in a step without saturation."""
 
 _SIGN_CLEARED = 0x7F
-_LARGEST_BITS = int(torch.tensor(formats.MAX[FORMAT], dtype=torch.float32).to(FORMAT).view(torch.uint8))
+_LARGEST_BITS = int(torch.tensor(formats.MAX[FORMAT], dtype=torch.float32, device="cpu").to(FORMAT).view(torch.uint8))
 
 
 class _Counts(NamedTuple):

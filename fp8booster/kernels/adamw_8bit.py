@@ -239,7 +239,7 @@ def step_rows(shards: Shards8bit, rates: AdamRates, divisor: Tensor | None = Non
     # few numbers of steps, mostly one, for many tensors
     factors = {t: (rates.lr / (1 - rates.betas[0] ** t), (1 - rates.betas[1] ** t) ** -0.5) for t in set(steps)}
     # pinned: the host must not wait, for it comes here for each bucket within backward
-    rows = torch.empty(len(steps), 8, dtype=torch.float32, pin_memory=device.type == "cuda")
+    rows = torch.empty(len(steps), 8, dtype=torch.float32, device="cpu", pin_memory=device.type == "cuda")
     filled = rows.numpy()  # a buffer, into which a row is packed for less than a tensor of numbers takes
     addresses = map(Tensor.data_ptr, shards.gradients)
     for place, (t, number, address) in enumerate(zip(steps, shards.numbers, addresses, strict=True)):
@@ -365,4 +365,4 @@ def _root(a: Tensor) -> Tensor:
 
 def _f32(number: float) -> float:
     """Return a number as a kernel gets it, of float32's 24 bits."""
-    return torch.tensor(number, dtype=torch.float32).item()
+    return torch.tensor(number, dtype=torch.float32, device="cpu").item()

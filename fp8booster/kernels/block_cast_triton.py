@@ -274,7 +274,7 @@ TABLES = 256  # remembered: two of each layer of experts, from its forward to it
 def _known_table(layout: MessageLayout, device: torch.device, stream: int | None) -> Tensor:
     # by the stream too: on another one the copy may not have ended
     on_gpu = device.type == "cuda"
-    table = torch.tensor(_rows(layout), dtype=torch.int64, pin_memory=on_gpu)
+    table = torch.tensor(_rows(layout), dtype=torch.int64, device="cpu", pin_memory=on_gpu)
     return table.to(device, non_blocking=True) if on_gpu else table
 
 

@@ -22,5 +22,5 @@ def norms_of(tensors: Sequence[Tensor]) -> Tensor:
         tensors: of one device; BF16, FP16 or FP32, of any shapes; NaN and infinity in one reach its norm.
     """
     if not tensors:
-        return torch.zeros(0, dtype=torch.float32)
+        return torch.zeros(0, dtype=torch.float32, device="cpu")
     return torch.stack(torch._foreach_norm([tensor.detach() for tensor in tensors], dtype=torch.float32))

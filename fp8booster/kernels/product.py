@@ -168,7 +168,8 @@ def _decodable(a: Tensor, b: Tensor, inverse_scale_a: Tensor, inverse_scale_b: T
 @functools.cache
 def _cpu_multiplies_by_rows() -> bool:
     """Tell whether PyTorch's own kernel for the CPU takes a scale for each row: torch 2.11's does not, 2.13's does."""
-    operand, scale = torch.zeros(16, 16, dtype=formats.E4M3), torch.ones(16, 1, dtype=torch.float32)
+    operand = torch.zeros(16, 16, dtype=formats.E4M3, device="cpu")
+    scale = torch.ones(16, 1, dtype=torch.float32, device="cpu")
     with _disable_current_modes():  # whoever counts products does not mean this one
         try:
             _scaled_mm_on_cpu(operand, operand.t(), scale_a=scale, scale_b=scale.t(), out_dtype=torch.bfloat16)

@@ -211,7 +211,7 @@ def _table(rows: np.ndarray, runs: tuple[int, ...], device: torch.device) -> tup
         device: of both.
     """
     # pinned: from other memory the copy would make the host wait
-    values = torch.empty(rows.shape, dtype=torch.int64, pin_memory=device.type == "cuda")
+    values = torch.empty(rows.shape, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
     values.numpy()[:] = rows
     return values.to(device, non_blocking=True), _owners(runs, device)
 

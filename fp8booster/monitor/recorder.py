@@ -226,7 +226,7 @@ class Recorder:
             copied.keys.extend((each.key, each.values) for each in casts)
             if device.type == "cuda":
                 # to pinned memory alone a copy leaves the host free
-                host = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
+                host = torch.empty(table.shape, dtype=table.dtype, device="cpu", pin_memory=True)
                 host.copy_(table, non_blocking=True)
                 copied.arrived.append(torch.cuda.current_stream(device).record_event())
                 table = host

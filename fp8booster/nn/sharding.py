@@ -215,7 +215,7 @@ class ShardedCast:
             for group in groups:
                 firsts += [len(firsts)] * len(group.layers)
             # pinned, for the host must not wait: where experts get no gradient, others are updated at each step
-            made = torch.tensor(firsts, dtype=torch.int64, pin_memory=device.type == "cuda")
+            made = torch.tensor(firsts, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
             self.firsts = made.to(device, non_blocking=True)
 
     def agree(

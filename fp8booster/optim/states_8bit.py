@@ -170,4 +170,4 @@ class States(defaultdict[torch.Tensor, Any]):
 
 def as_tensor(step: int) -> torch.Tensor:
     """A number of steps as torch keeps it: float32 [] on the host."""
-    return torch.tensor(float(step), dtype=torch.float32)
+    return torch.tensor(float(step), dtype=torch.float32, device="cpu")

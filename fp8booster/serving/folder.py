@@ -202,7 +202,7 @@ def _adapters_of(folder: Path, model: nn.Module) -> nn.Module:
     for layer in model.modules():
         weight = layer._parameters.get("weight")
         if weight is not None:  # peft puts adapters where weights are: one value takes the place of each
-            value = torch.ones((), dtype=weight.dtype)
+            value = torch.ones((), dtype=weight.dtype, device="cpu")
             layer.weight = nn.Parameter(value.expand(weight.shape), requires_grad=False)
     with faults_named(file):
         # of embeddings that it is on, peft saves the weight too, which the model's folder has

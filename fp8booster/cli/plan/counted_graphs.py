@@ -84,7 +84,7 @@ class CountedGraphs:
         if not self._capturing:
             return None
         with self._tracker.inside(Pool(self._tracker, GRAPHS)):  # one of its own: it is as large as the tensor
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
 
     def place_like(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
         """Return a place that all graphs share."""
@@ -101,7 +101,7 @@ class CountedGraphs:
 
     def bytes_at(self, address: int, size: int) -> torch.Tensor:
         """Return memory of graphs, uint8."""
-        made = torch.empty(size, dtype=torch.uint8)
+        made = torch.empty(size, dtype=torch.uint8, device="cpu")
         self._tracker.lies_elsewhere(made)
         return made
 

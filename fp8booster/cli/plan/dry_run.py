@@ -135,7 +135,7 @@ def take_steps(
     optimizer = make_optimizer(options.optimizer_of(precision), network.parameters(), lr=1e-4)
     boosted = BoostedModel(options.plugin, plugin, network, optimizer)
     boosted.booster.backward = tracker.backward()(boosted.booster.backward)
-    tokens = torch.zeros(options.batch, options.sequence, dtype=torch.int64)
+    tokens = torch.zeros(options.batch, options.sequence, dtype=torch.int64, device="cpu")
     for step in range(MOST_STEPS):
         captured = 0 if graphs is None else graphs.captured
         tracker.begin_step()

@@ -56,7 +56,10 @@ def instead_of_gpus(tracker: MemoryTracker, ranks: int, gpu_memory: int) -> Iter
         temporarily(Operator, run=_as_a_kernel(tracker)),
         temporarily(torch.UntypedStorage, resize_=_resize_seen_by(tracker)),
         # NumPy writes them
-        temporarily(adamw_8bit, step_rows=lambda shards, *_: torch.empty(len(shards.steps), 8, dtype=torch.float32)),
+        temporarily(
+            adamw_8bit,
+            step_rows=lambda shards, *_: torch.empty(len(shards.steps), 8, dtype=torch.float32, device="cpu"),
+        ),
         temporarily(grouped_product, _runs_kernel=lambda *_: True),
         temporarily(communication, _send_recv_serialization_object=metadata),
         temporarily(p2p, _send_recv_serialization_object=metadata),

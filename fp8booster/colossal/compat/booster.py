@@ -126,7 +126,7 @@ def _unknown_defaults(optimizer: Optimizer) -> set[str]:
     f"{_FSDP}:TorchFSDPPlugin.configure",
     "553",
     "an optimizer has defaults that its constructor does not take, as torch.optim.AdamW has",
-    only_if=lambda module: bool(_unknown_defaults(AdamW([torch.zeros(1, dtype=torch.float32)]))),
+    only_if=lambda module: bool(_unknown_defaults(AdamW([torch.zeros(1, dtype=torch.float32, device="cpu")]))),
 )
 def fsdp_makes_optimizers_anew(
     upstream: Callable, self: Any, model: nn.Module, optimizer: Optimizer | None = None, *args: Any, **kwargs: Any

@@ -29,8 +29,8 @@ def zero_bubble_adds_weight_gradients(module: ModuleType, replacements: Replacem
     """
     # tried out: no name or constant of upstream tells whether it adds
     store = module.WeightGradStore
-    weight = SimpleNamespace(grad=torch.zeros((), dtype=torch.float32))
-    store.put(None, None, weight, lambda *_: torch.ones((), dtype=torch.float32))
+    weight = SimpleNamespace(grad=torch.zeros((), dtype=torch.float32, device="cpu"))
+    store.put(None, None, weight, lambda *_: torch.ones((), dtype=torch.float32, device="cpu"))
     store.flush()
     store.pop()
     if weight.grad == 0:

@@ -64,7 +64,7 @@ def zero_runs_where_a_group_is_empty(upstream: Callable, self: Any, optimizer: A
         # it reads the dtype there, and drops what is frozen afterwards
         trained = [parameter for group in groups for parameter in group["params"]]
         dtype = trained[0].dtype if trained else torch.float32
-        groups[0]["params"] = [nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)]
+        groups[0]["params"] = [nn.Parameter(torch.empty(0, dtype=dtype, device="cpu"), requires_grad=False)]
     upstream(self, optimizer, *args, **kwargs)
 
 

@@ -176,7 +176,7 @@ class FP8Chunk(ReducedChunk):
         if chunk.cuda_shard is not None:
             chunk.cuda_shard = torch.zeros(chunk.shard_size, dtype=dtype, device=device)
         if chunk.cpu_shard is not None:
-            chunk.cpu_shard = torch.zeros(chunk.shard_size, dtype=dtype, pin_memory=chunk.pin_memory)
+            chunk.cpu_shard = torch.zeros(chunk.shard_size, dtype=dtype, device="cpu", pin_memory=chunk.pin_memory)
         chunk.matrices, chunk._decoded = {}, {}
         # an expanded NaN, for autograd and torch's checks read the shape of a parameter
         chunk._nothing = torch.full((), torch.nan, dtype=chunk.gradient_dtype, device=device)

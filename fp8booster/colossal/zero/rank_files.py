@@ -119,7 +119,7 @@ def load_moments(model: nn.Module, optimizer: OptimizerWrapper, folder: Path) ->
 
 def _as_tensor(value: torch.Tensor | int) -> torch.Tensor:
     # safetensors holds tensors alone; int64 has every count of steps
-    return value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.int64)
+    return value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.int64, device="cpu")
 
 
 def _save(optimizer: OptimizerWrapper, folder: Path, tensors: dict[str, torch.Tensor]) -> None:

@@ -156,7 +156,7 @@ def _is_of_form(cls: type[nn.Module], forward: Callable, returns_scores: bool, t
     logits = tokens @ weight.t()
     likeliest, chosen = logits.topk(top_k)
     scores = torch.zeros_like(logits).scatter(1, chosen, likeliest.sigmoid())
-    factors = torch.arange(1.0, _EXPERTS + 1, dtype=torch.float32).view(-1, 1, 1)
+    factors = torch.arange(1.0, _EXPERTS + 1, dtype=torch.float32, device=x.device).view(-1, 1, 1)
 
     def experts(rows: Tensor) -> Tensor:
         each = rows.view(_EXPERTS, -1, _FEATURES)

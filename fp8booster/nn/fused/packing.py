@@ -82,7 +82,7 @@ def find_sequences(
     """
     rows, length = tokens
     positions = position_ids.cpu().expand(rows, -1)  # here the host waits, once a forward and not once a layer
-    begins = torch.ones(rows, length, dtype=torch.bool)
+    begins = torch.ones(rows, length, dtype=torch.bool, device=positions.device)
     begins[:, 1:] = positions.diff(dim=1) <= 0
     if attention_mask is not None:
         valid = attention_mask[:, -length:].cpu().bool()
@@ -133,7 +133,7 @@ def checked_sequences(
 
 def _sequences(boundaries: list[int], device: torch.device) -> Sequences:
     longest = max(end - begin for begin, end in pairwise(boundaries))
-    return Sequences(torch.tensor(boundaries, dtype=torch.int32).to(device), longest)
+    return Sequences(torch.tensor(boundaries, dtype=torch.int32, device="cpu").to(device), longest)
 
 
 def positions_in(sequences: Sequences, tokens: tuple[int, int]) -> Tensor:

@@ -193,7 +193,7 @@ def _row_hashes(matrix: torch.Tensor) -> torch.Tensor:
     # a copy of the values would be all that leaving out the 16-bit weights saves
     bits = matrix.view({2: torch.int16, 4: torch.int32}[matrix.element_size()])
     generator = torch.Generator().manual_seed(0)
-    factors = torch.randint(-(2**63), 2**63 - 1, bits.shape[1:], generator=generator, dtype=torch.int64)
+    factors = torch.randint(-(2**63), 2**63 - 1, bits.shape[1:], generator=generator, dtype=torch.int64, device="cpu")
     factors = factors.to(bits.device)
     rows = max(1, _HASHED_AT_ONCE // max(1, bits.shape[1]))
     return torch.cat([(part * factors).sum(1) for part in bits.split(rows)])
