@@ -242,11 +242,6 @@ class AdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        divisor = None
-        if isinstance(div_scale, torch.Tensor):
-            divisor = div_scale
-        elif div_scale != -1:
-            divisor = torch.tensor(float(div_scale), dtype=torch.float32)
         for parameter in self._taken:
             self._forget_if_zero(parameter)
             if isinstance(parameter.grad, UsedGradient):
@@ -261,10 +256,10 @@ class AdamW(Optimizer):
             waiting = filter(self.gradient_sums.__contains__, group["params"]) if self.gradient_sums else ()
             for parameter in waiting:  # one sum in FP32 at a time
                 total = self.gradient_sums.pop(parameter)[1]
-                amaxes.update(self._update(group, [parameter], [value_of(total, parameter.grad)], divisor))
+                amaxes.update(self._update(group, [parameter], [value_of(total, parameter.grad)], div_scale))
                 parameter.grad = None
             given = [each for each in group["params"] if each.grad is not None]
-            amaxes.update(self._update(group, given, [each.grad for each in given], divisor))
+            amaxes.update(self._update(group, given, [each.grad for each in given], div_scale))
             # as backward does: no gradient outlives its update
             if self.updates_in_backward:
                 for parameter in given:
@@ -322,7 +317,7 @@ class AdamW(Optimizer):
         group: dict[str, Any],
         parameters: Sequence[torch.nn.Parameter],
         gradients: Sequence[torch.Tensor],
-        divisor: torch.Tensor | None = None,
+        divisor: float | torch.Tensor | None = None,
     ) -> Iterable[tuple[torch.nn.Parameter, torch.Tensor]]:
         """Take a step with some parameters of a group, and return each that is not empty with its amax."""
         # an empty tensor has no amax, and a rank may hold no part of a parameter

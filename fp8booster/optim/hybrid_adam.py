@@ -21,7 +21,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from fp8booster.argument_types import require_types
 from fp8booster.kernels.adamw import AdamShards, require_rates, update, update_by_torch
 from fp8booster.kernels.device import runs_triton
-from fp8booster.optim.steps import rates_of
+from fp8booster.optim.steps import divisor_on, rates_of
 
 VALUES_AT_ONCE = 2**26
 """How many gradient values are held in FP32 at a time; a shard is never split."""
@@ -213,12 +213,7 @@ class HybridAdam(Optimizer):
     ) -> dict[torch.nn.Parameter, torch.Tensor]:
         """Update parameters of one device and dtype; return the amaxes of their new values, where these are known."""
         device = parameters[0].device
-        divisor = None
-        if isinstance(div_scale, torch.Tensor):
-            divisor = div_scale.to(device)
-        elif div_scale != -1:
-            # filled there: for a copy of a number from the host it would wait for the device
-            divisor = torch.full((), div_scale, dtype=torch.float32, device=device)
+        divisor = divisor_on(device, div_scale)
         gradients = [each.grad.data for each in parameters if each.grad is not None]
         if _in_one_pass(group, parameters[0]):
             amaxes = self.update_shards(group, parameters, gradients, divisor)

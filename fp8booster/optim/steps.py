@@ -19,24 +19,33 @@ def rates_of(group: dict[str, Any], decoupled: bool) -> AdamRates:
     return AdamRates(group["lr"], group["betas"], group["eps"], group["weight_decay"], decoupled)
 
 
+def divisor_on(device: torch.device, divisor: float | torch.Tensor | None) -> torch.Tensor | None:
+    """Return a divisor of gradients as float32 [] on a device; None where there is none, or the number -1 stands."""
+    if isinstance(divisor, torch.Tensor):
+        return divisor.to(device)
+    if divisor is None or divisor == -1:
+        return None
+    # filled there: for a copy of a number from the host it would wait for the device
+    return torch.full((), divisor, dtype=torch.float32, device=device)
+
+
 def update_by_device(
     update: Callable[..., torch.Tensor],
     group: dict[str, Any],
     parameters: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor],
-    divisor: torch.Tensor | None,
+    divisor: float | torch.Tensor | None,
 ) -> list[torch.Tensor]:
     """Call `update`, as `AdamW.update_shards`, for the parameters of each device; return amaxes in their order."""
     devices = list(dict.fromkeys(map(_DEVICE, parameters)))
     if len(devices) == 1:
-        moved = None if divisor is None else divisor.to(devices[0])
-        return list(update(group, parameters, gradients, moved).unbind())
+        return list(update(group, parameters, gradients, divisor_on(devices[0], divisor)).unbind())
     amaxes: dict[int, torch.Tensor] = {}
     # engines may have moved part of the masters to the host, and a kernel reads the memory of one device
     for device in devices:
         places = [place for place, parameter in enumerate(parameters) if parameter.device == device]
         here, of_here = [parameters[place] for place in places], [gradients[place] for place in places]
-        found = update(group, here, of_here, None if divisor is None else divisor.to(device))
+        found = update(group, here, of_here, divisor_on(device, divisor))
         amaxes.update(zip(places, found.unbind(), strict=True))
     return [amaxes[place] for place in range(len(parameters))]
 

@@ -11,9 +11,11 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8booster.optim import AdamW as AdamW8bit
 from fp8booster.optim import HybridAdam, one_pass
+from fp8booster.optim.steps import divisor_on
 
 SIZES = (7, 1, 300, 64)
 
@@ -277,6 +279,43 @@ def test_on_a_gpu_torchs_default_is_taken_and_what_was_chosen_is_not() -> None:
     for one, other in zip(theirs, ours, strict=True):
         torch.testing.assert_close(one, other, **CLOSE)
         assert found.state[other]["step"].device == expected.state[one]["step"].device
+
+
+def test_a_number_that_divides_is_made_where_it_divides() -> None:
+    meta = torch.device("meta")
+    assert divisor_on(meta, None) is divisor_on(meta, -1) is None
+    with _CopiesToDevices() as copies:
+        made = divisor_on(meta, 2.0)
+    assert (made.device, made.dtype, made.shape) == (meta, torch.float32, ())
+    assert not copies.seen
+    assert divisor_on(torch.device("cpu"), torch.tensor(3.0)) == 3.0
+
+
+class _CopiesToDevices(TorchDispatchMode):
+    """Sees what is copied, for which a host waits where the memory is not pinned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default):
+            self.seen.append(args)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [AdamW8bit, HybridAdam])
+def test_the_host_waits_for_no_divisor(kind: Any) -> None:
+    of = parameters("cuda")
+    optimizer = kind(of, lr=0.1)
+    for number in range(3):
+        give_gradients(of, number)
+        torch.cuda.set_sync_debug_mode("error" if number else "default")  # the first step makes states and tables
+        try:
+            optimizer.step(div_scale=2.0)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("fails", [False, True])
