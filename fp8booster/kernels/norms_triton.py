@@ -1,4 +1,4 @@
-"""Euclidean norms on a GPU: one launch for all tensors, each with programs enough to keep memory busy."""
+"""Euclidean norms on a GPU: a launch for all tensors, each with programs enough to keep memory busy, and one to add."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8booster.kernels.launch import ceil_div, processors
+from fp8booster.kernels.launch import block_over, ceil_div, launch, processors
 from fp8booster.kernels.norms import norms_of
 from fp8booster.kernels.tables_triton import launch_over, own_entry, own_pointer, own_size
 
@@ -44,6 +44,14 @@ def squares_kernel(
     tl.store(partials + tensor * MOST + program, tl.sum(total, 0), mask=program < programs)
 
 
+@triton.jit
+def roots_kernel(partials, norms, MOST: tl.constexpr, BLOCK: tl.constexpr):
+    """Each program adds the partial sums of one tensor."""
+    index = tl.arange(0, BLOCK)
+    squares = tl.load(partials + tl.program_id(0).to(tl.int64) * MOST + index, mask=index < MOST, other=0.0)
+    tl.store(norms + tl.program_id(0), tl.sqrt_rn(tl.sum(squares, 0)))
+
+
 @functools.cache
 def _programs_up_to(most: int) -> Callable[[np.ndarray], np.ndarray]:
     return lambda counts: np.minimum(ceil_div(counts, _BLOCK), most)
@@ -67,5 +75,8 @@ def norms_of_triton(tensors: Sequence[Tensor]) -> Tensor:
         MOST=most,
         BLOCK=_BLOCK,
     )
-    # in one order, not by atomics: a norm clips gradients, and a resumed run has to clip by the same bits
-    return partials.sum(1).sqrt_()
+    # in one order, not by atomics: a norm clips gradients, and a resumed run has to clip by the same bits. The order of
+    # torch's sums goes by their number, and so by which gradients backward happened to have.
+    norms = torch.empty(len(tensors), dtype=torch.float32, device=device)
+    launch(roots_kernel, len(tensors), (partials, norms), (), MOST=most, BLOCK=block_over(most))
+    return norms

@@ -46,3 +46,13 @@ def test_large_tensors_have_the_same_norm_each_time() -> None:
             assert float(norm) == pytest.approx(float(tensor.double().norm()), rel=1e-5)
         for _ in range(5):
             assert all(map(torch.equal, norms_of(tensors), first))
+
+
+@pytest.mark.gpu
+def test_a_norm_has_the_same_bits_whatever_others_are_found_with_it() -> None:
+    torch.manual_seed(0)
+    tensors = [torch.randn(2_000_003 + 5 * place, device="cuda").bfloat16() for place in range(40)]
+    alone = torch.cat([norms_of([tensor]) for tensor in tensors])
+    for at_once in (2, 7, 16, 40):
+        found = torch.cat([norms_of(tensors[first : first + at_once]) for first in range(0, 40, at_once)])
+        assert torch.equal(found, alone), at_once

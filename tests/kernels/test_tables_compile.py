@@ -64,3 +64,10 @@ def test_whole_vectors_are_moved_where_tensors_are_aligned(name: str, aligned: b
     assert ("ld.global.v4.b32" in ptx) == aligned
     if aligned:
         assert narrow_accesses(ptx) == []
+
+
+def test_norms_are_roots_that_are_rounded_right_of_sums_in_one_order() -> None:
+    types = {"partials": "*fp32", "norms": "*fp32"}
+    ptx = ptx_of(norms_triton.roots_kernel, types, {"MOST": 528, "BLOCK": 1024}, num_warps=4)
+    assert "sqrt.rn.f32" in ptx
+    assert "atom" not in ptx
