@@ -10,6 +10,7 @@ Blocks of other families have no class here (`moe/policy.py`).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,12 +51,11 @@ class _WithSharedExperts(Mixture):
         """Tokens [B, S, H] to [B, S, H]."""
         chosen, weights, *losses = self.gate(hidden_states)
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-        mixed = self.mix(tokens, chosen, weights).view(hidden_states.shape)
+        shared = partial(self.shared_experts, tokens) if self.config.n_shared_experts is not None else None
+        mixed = self.mix(tokens, chosen, weights, shared).view(hidden_states.shape)
         for auxiliary_loss in losses:  # DeepSeek-V3 has none
             if auxiliary_loss is not None:
                 mixed = AddAuxiliaryLoss.apply(mixed, auxiliary_loss)
-        if self.config.n_shared_experts is not None:
-            mixed = mixed + self.shared_experts(hidden_states)
         return mixed
 
 

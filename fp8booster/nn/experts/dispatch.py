@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from fp8booster.comm.collectives import all_to_all_single
 from fp8booster.comm.encoding import DEFAULT, Encoding
+from fp8booster.nn.experts.fp8_rows import FP8Rows, values_of, with_amax
 from fp8booster.nn.experts.grouped import Grouped
 from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.linear.functional import linear_map
@@ -24,9 +25,10 @@ from fp8booster.nn.linear.functional import linear_map
 Expert = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _all_to_all(
+def send_rows(
     rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup, encoding: Encoding | None
 ) -> torch.Tensor:
+    """Send rows as `exchange_rows` does; not differentiable."""
     output = rows.new_empty((sum(received), *rows.shape[1:]))
     if encoding is None:
         dist.all_to_all_single(output, rows.contiguous(), received, sent, group)
@@ -57,8 +59,8 @@ def exchange_rows(
         return rows
     return linear_map(
         rows,
-        lambda rows: _all_to_all(rows, sent, received, group, encoding),
-        lambda gradient: _all_to_all(gradient, received, sent, group, encoding),
+        lambda rows: send_rows(rows, sent, received, group, encoding),
+        lambda gradient: send_rows(gradient, received, sent, group, encoding),
     )
 
 
@@ -74,7 +76,7 @@ def scale_gradient(x: torch.Tensor, factor: torch.Tensor | float) -> torch.Tenso
 
 
 def run_experts(
-    tokens: torch.Tensor,
+    tokens: torch.Tensor | FP8Rows,
     counts: HostCopy,
     experts: Sequence[Expert],
     weight_gradient_factors: Sequence[float] | torch.Tensor | None = None,
@@ -84,7 +86,7 @@ def run_experts(
     """Each expert on its tokens, one product of all of them whoever sent them.
 
     Args:
-        tokens: [T, H], by sender, and of each sender by expert.
+        tokens: [T, H], by sender, and of each sender by expert. Experts one by one read values of rows in FP8.
         counts: int64 [senders, experts], tokens from each sender for each expert; they add up to T. Only where experts
             run one by one the host waits for them.
         experts: of this rank; one without tokens is called on none.
@@ -100,6 +102,7 @@ def run_experts(
     made = None if grouped is None else grouped(tokens, counts, weight_gradient_factors, usual_rows)
     if made is not None:
         return made
+    rows, tokens = tokens, values_of(tokens)
     # all senders' tokens of an expert in one product: a product for each sender would read the weight again
     numbers = counts.tolist()
     sizes = [count for sender in numbers for count in sender]
@@ -109,10 +112,11 @@ def run_experts(
     for index, (expert, own) in enumerate(zip(experts, by_expert, strict=True)):
         x = own[0] if len(own) == 1 else torch.cat(own)
         if weight_gradient_factors is None:
-            y = expert(x)
+            y = expert(with_amax(x, rows))
         else:
             factor = weight_gradient_factors[index]
             # times the factor behind the expert and its inverse before it: its weights alone see the factor
-            y = scale_gradient(expert(scale_gradient(x, 1 / factor)), factor)
+            x = scale_gradient(x, 1 / factor)
+            y = scale_gradient(expert(with_amax(x, rows)), factor)
         results.append(y.split([piece.shape[0] for piece in own]))
     return torch.cat([result[sender] for sender in range(len(numbers)) for result in results])

@@ -21,6 +21,7 @@ from fp8booster.config import FP8Config
 from fp8booster.kernels.activation import RowWeights
 from fp8booster.kernels.device import require_fp8
 from fp8booster.nn.experts.dispatch import scale_gradient
+from fp8booster.nn.experts.fp8_rows import FP8Rows, shown_as
 from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.experts.loads import note_choice
 from fp8booster.nn.experts.row_layout import RowLayout, owners_of
@@ -201,9 +202,16 @@ class FP8Experts(nn.Module):
             return None
         return self._in_grouped_products(*args) if self.runs_on(args[0], self._rows_of(args)) else None
 
-    def run(self, rows: torch.Tensor, counts: HostCopy, factor: float, usual_rows: float) -> torch.Tensor:
+    def input_casts(self, tokens: torch.Tensor) -> Casts | None:
+        """Return what casts the inputs of the first product, as `spread.HeldExperts` asks."""
+        up, down = self.fp8_weights
+        if why_not_bf16(tokens, getattr(self, up), getattr(self, down)) is not None:
+            return None
+        return self._casts_now(up)
+
+    def run(self, rows: torch.Tensor | FP8Rows, counts: HostCopy, factor: float, usual_rows: float) -> torch.Tensor:
         """Compute the experts of this rank, where they are spread over ranks: a `spread.Run`."""
-        if not self.runs_on(rows, usual_rows):
+        if not self.runs_on(shown_as(rows), usual_rows):
             return self._as_written("run", rows, counts, factor, usual_rows)
         layout = RowLayout.of_senders(counts.on_device, len(rows))
         owners = owners_of(counts.on_device, len(rows)).unsqueeze(1) if self.has_bias else None
@@ -275,7 +283,7 @@ class FP8Experts(nn.Module):
 
     def on_rows(
         self,
-        tokens: torch.Tensor,
+        tokens: torch.Tensor | FP8Rows,
         reads: RowLayout,
         sums: RowLayout,
         chosen: torch.Tensor | None = None,
@@ -343,8 +351,11 @@ class FP8Experts(nn.Module):
 
     def _stack(self, name: str, factor: float) -> StackedParameter:
         """Return the weights of one parameter; `factor` as in `on_rows`."""
-        casts = self.fp8_casts[name] if self.training else self.fp8_casts[name].evaluation
-        return StackedParameter(getattr(self, name), self.fp8_weights[name], casts, factor)
+        return StackedParameter(getattr(self, name), self.fp8_weights[name], self._casts_now(name), factor)
+
+    def _casts_now(self, name: str) -> Casts:
+        """Return the casts of one parameter's products, in training or outside of it."""
+        return self.fp8_casts[name] if self.training else self.fp8_casts[name].evaluation
 
     def _add_bias(self, y: torch.Tensor, name: str, shares: torch.Tensor, factor: float) -> torch.Tensor:
         """Return y, [M, N], with the experts' biases times shares, [M, G] BF16: their gradients add up in one order."""

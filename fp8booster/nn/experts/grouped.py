@@ -22,6 +22,7 @@ from fp8booster.kernels.activation import RowWeights
 from fp8booster.kernels.device import require_fp8
 from fp8booster.kernels.grouped_product import why_no_grouped_product
 from fp8booster.nn.experts.alike import AlikeExperts, Look
+from fp8booster.nn.experts.fp8_rows import FP8Rows, shown_as
 from fp8booster.nn.experts.gated import gate_up_down
 from fp8booster.nn.experts.grouped_linear import GroupedWeight
 from fp8booster.nn.experts.host_copy import HostCopy
@@ -39,7 +40,9 @@ one by one is faster. Of 4096 x 14336 features, 1024 rows (6e10) were 34 % faste
 slower (benchmarks/results/h200/experts_NVIDIA-H200_2026-11-21_torch-2.11.0-cu130.md)."""
 
 
-Grouped = Callable[[torch.Tensor, HostCopy, Sequence[float] | torch.Tensor | None, float | None], torch.Tensor | None]
+Grouped = Callable[
+    [torch.Tensor | FP8Rows, HostCopy, Sequence[float] | torch.Tensor | None, float | None], torch.Tensor | None
+]
 """Takes tokens, counts, factors and usual rows as `run_experts`, and gives what that does, or None: one by one."""
 
 
@@ -114,7 +117,7 @@ class GroupedExperts:
 
     def __call__(
         self,
-        tokens: torch.Tensor,
+        tokens: torch.Tensor | FP8Rows,
         counts: HostCopy,
         weight_gradient_factors: Sequence[float] | torch.Tensor | None = None,
         usual_rows: float | None = None,
@@ -133,7 +136,7 @@ class GroupedExperts:
     def _by_senders(
         self,
         looked: _Looked | None,
-        tokens: torch.Tensor,
+        tokens: torch.Tensor | FP8Rows,
         counts: HostCopy,
         weight_gradient_factors: Sequence[float] | torch.Tensor | None,
         usual_rows: float | None,
@@ -169,9 +172,9 @@ class GroupedExperts:
             reason = "an engine keeps the FP8 weights of some of the layers alone"
         return _Looked(look, any(provided), reason)
 
-    def _runs_on(self, looked: _Looked, tokens: torch.Tensor, rows: float) -> bool:
+    def _runs_on(self, looked: _Looked, tokens: torch.Tensor | FP8Rows, rows: float) -> bool:
         """Tell whether so many rows, made of tokens, are computed in grouped products; the report says why not."""
-        reason = looked.why_not or self._why_not(looked.look, tokens, rows)
+        reason = looked.why_not or self._why_not(looked.look, shown_as(tokens), rows)
         if reason is not None:
             self.note(reason)
         return reason is None
@@ -179,16 +182,17 @@ class GroupedExperts:
     def _computed(
         self,
         looked: _Looked,
-        tokens: torch.Tensor,
+        tokens: torch.Tensor | FP8Rows,
         layout: RowLayout,
         weight_gradient_factors: Sequence[float] | torch.Tensor | None,
         weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
         look, provided, _ = looked
         config = look.down.layers[0].fp8_config
-        require_fp8(tokens.device, config.emulate)
-        factors = _joined(weight_gradient_factors, tokens.device)
-        self.fp8_casts = {name: casts.under(config) for name, casts in (self.fp8_casts or _casts(config)).items()}
+        device = shown_as(tokens).device
+        require_fp8(device, config.emulate)
+        factors = _joined(weight_gradient_factors, device)
+        self._follow(config)
         count, saving = len(self.experts), Saving(in_8_bits=config.saves_in_8_bits)
         of_rows = None if weights is None else RowWeights(weights.contiguous(), layout.choices)
         return run_stacks(
@@ -199,6 +203,18 @@ class GroupedExperts:
             StackedLayers(look.down, count, self.fp8_casts["down"], self._down, provided, factors),
             layout,
         )
+
+    def input_casts(self) -> Casts | None:
+        """Return what casts the inputs of gate and up in training; None: they are no longer in FP8."""
+        layer = next(iter(gate_up_down(self.experts[0])), None)
+        if not isinstance(layer, FP8Layer):
+            return None
+        self._follow(layer.fp8_config)
+        return self.fp8_casts["gate_up"]
+
+    def _follow(self, config: FP8Config) -> None:
+        """Let the casts be those of layers with a configuration."""
+        self.fp8_casts = {name: casts.under(config) for name, casts in (self.fp8_casts or _casts(config)).items()}
 
     def _why_not(self, look: Look, tokens: torch.Tensor, rows: float) -> str | None:
         """Return why the experts do not run as one on these tokens, in training, though they can on some."""

@@ -33,6 +33,7 @@ from fp8booster.formats import E4M3
 from fp8booster.kernels.grouped_product import Groups, grouped_product, summed_product
 from fp8booster.kernels.token_rows import gather_rows, sum_rows
 from fp8booster.kernels.transpose import transposed
+from fp8booster.nn.experts.fp8_rows import FP8Rows
 from fp8booster.nn.experts.row_layout import RowLayout
 from fp8booster.nn.linear.functional import once_differentiable
 from fp8booster.nn.weights.casting import Casts
@@ -113,13 +114,13 @@ class Products(NamedTuple):
 
 
 def grouped_linear(
-    input: torch.Tensor, weights: Sequence[torch.Tensor], w: GroupedWeight, how: Products
+    input: torch.Tensor | FP8Rows, weights: Sequence[torch.Tensor], w: GroupedWeight, how: Products
 ) -> torch.Tensor:
     """Each expert's linear layers on its rows.
 
     Args:
-        input: [M, K] BF16, or [T, K] where `how` reads tokens; receives the input's gradient. Rows that pad a group
-            must be zeros, and get gradients of zeros.
+        input: [M, K] BF16, or [T, K] where `how` reads tokens, which may be in FP8 alone, under one scale; receives the
+            input's gradient. Rows that pad a group must be zeros, and get gradients of zeros.
         weights: [..., K], or of transposed weights [..., N], in the order in which they lie in `w`, all of one shape;
             they receive gradients, and their values are not read.
         w: their FP8 copy.
@@ -129,7 +130,9 @@ def grouped_linear(
         [M, N] BF16, or [T, N] where `how` sums.
     """
     for_weight = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
-    if how.reads is None:
+    if isinstance(input, FP8Rows):
+        x, input = input.matrix, input.handle
+    elif how.reads is None:
         x = how.casts.quantize(INPUT, input, transposed=for_weight)
     else:
         x = how.casts.quantize(INPUT, _not_empty(input))

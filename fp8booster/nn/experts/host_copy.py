@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import cached_property
 from typing import Any
 
@@ -29,9 +28,9 @@ class HostCopy:
         """The numbers where they are computed."""
         return self._numbers
 
-    def part(self, first: int, *shape: int) -> HostCopy:
-        """Return those of one dimension from the first on, in a shape of their own."""
-        return _Part(self, first, shape)
+    def part(self, number: int, columns: slice) -> HostCopy:
+        """Return some columns of one matrix of several, [matrices, rows, columns]."""
+        return _Part(self, number, columns)
 
     def tolist(self) -> list[Any]:
         """Return the numbers, once they are there, nested as the tensor's are."""
@@ -47,21 +46,14 @@ class HostCopy:
 class _Part(HostCopy):
     """Some of the numbers of another copy; the GPU has nothing to do for those that the host alone reads."""
 
-    def __init__(self, whole: HostCopy, first: int, shape: tuple[int, ...]) -> None:
-        self._whole, self._shape = whole, shape
-        self._range = slice(first, first + math.prod(shape))
-        self._view: torch.Tensor | None = None
+    def __init__(self, whole: HostCopy, number: int, columns: slice) -> None:
+        self._whole, self._number, self._columns = whole, number, columns
 
     @property
     def on_device(self) -> torch.Tensor:
         """As `HostCopy.on_device`."""
-        if self._view is None:
-            self._view = self._whole.on_device[self._range].view(self._shape)
-        return self._view
+        return self._whole.on_device[self._number, :, self._columns]
 
     @cached_property
     def _list(self) -> list[Any]:
-        numbers = self._whole.tolist()[self._range]
-        for size in self._shape[:0:-1]:
-            numbers = [numbers[first : first + size] for first in range(0, len(numbers), size)]
-        return numbers
+        return [row[self._columns] for row in self._whole.tolist()[self._number]]

@@ -27,10 +27,11 @@ from fp8booster.nn.experts.grouped import GroupedExperts
 from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.experts.loads import note_choice
 from fp8booster.nn.experts.routing import Routes, count_rows, spread, weighted_sum
-from fp8booster.nn.experts.spread import EXCHANGED, Run, Spread
+from fp8booster.nn.experts.spread import EXCHANGED, Rows, Run, Spread
 from fp8booster.nn.fused.trials import computes, numbers, on_numbers
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import cached_by_class, change_class, mixed_class
+from fp8booster.nn.weights.casting import Casts
 
 LOOKED_AT = "experts that are modules are looked at in every call"
 """Why no CUDA graph holds those of one rank: it is found then whether they run as one, and on which FP8 weights."""
@@ -44,6 +45,9 @@ class Mixture(nn.Module):
     fp8_grouped_experts: GroupedExperts | None
     """The experts of this rank, where grouped products compute them; None: they run one by one."""
 
+    fp8_all_in_fp8 = False
+    """Each of this rank's experts had layers in FP8 when they were last looked for."""
+
     fp8_spread: Spread | None = None
     """The ranks over which the experts are spread; None: this one holds all of them."""
 
@@ -52,23 +56,31 @@ class Mixture(nn.Module):
         """The reason why no graph can hold the experts."""
         return LOOKED_AT if self.fp8_spread is None else EXCHANGED
 
-    def mix(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def mix(
+        self, tokens: Tensor, chosen: Tensor, weights: Tensor, beside: Callable[[], Tensor] | None = None
+    ) -> Tensor:
         """Return the weighted sum of what each token's experts make of it.
 
         Args:
             tokens: [T, H].
             chosen: int64 [T, k].
             weights: [T, k].
+            beside: gives what is added, [T, H], as shared experts do; None: nothing.
 
         Returns:
             [T, H] of the tokens' dtype.
         """
         note_choice(self, chosen, len(cast(nn.ModuleList, self._modules["experts"])))
-        if self.fp8_spread is not None:
-            mix = self.fp8_spread.mix
-            if torch.compiler.is_compiling():  # the host reads how many rows a rank gets
-                mix = torch.compiler.disable(mix)
-            return mix(tokens, chosen, weights, self._prepare)
+        if self.fp8_spread is not None and not torch.compiler.is_compiling():
+            return self.fp8_spread.mix(tokens, chosen, weights, self, beside)
+        if self.fp8_spread is not None:  # the host reads how many rows a rank gets
+            mixed = torch.compiler.disable(self.fp8_spread.mix)(tokens, chosen, weights, self)
+        else:
+            mixed = self._mixed_here(tokens, chosen, weights)
+        return mixed if beside is None else mixed + beside()
+
+    def _mixed_here(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """As `mix`, of experts that this rank holds all of."""
         grouped = cast(GroupedExperts, self._experts_now())
         mixed = grouped.mix(tokens, chosen, weights)
         if mixed is not None:
@@ -78,12 +90,24 @@ class Mixture(nn.Module):
         made = run_experts(spread(tokens, routes), counts, grouped.experts)
         return weighted_sum(made, weights, routes).to(tokens.dtype)
 
-    def _prepare(self) -> Run:
-        """Look at the experts of this rank, where they are spread over ranks, as `Spread.mix` asks."""
+    def input_casts(self, tokens: Tensor) -> Casts | None:
+        """As `spread.HeldExperts` asks."""
+        grouped = self._experts_now()
+        if grouped is not None and self.training:
+            return grouped.input_casts()
+        layers = _layers_in_fp8(own_experts(self)[0]) if self.fp8_all_in_fp8 else []
+        if not layers:
+            return None
+        casts = layers[0].fp8_casts
+        # one by one an expert's own layers cast too, and are observed: nobody observes this cast
+        return casts if self.training and casts.state is not None else casts.evaluation
+
+    def prepare(self) -> Run:
+        """As `spread.HeldExperts` asks."""
         own, grouped = own_experts(self), self._experts_now()
         as_one = None if grouped is None else grouped.prepared()
 
-        def run(rows: Tensor, counts: HostCopy, factor: float, usual_rows: float) -> Tensor:
+        def run(rows: Rows, counts: HostCopy, factor: float, usual_rows: float) -> Tensor:
             return run_experts(rows, counts, own, [factor] * len(own), as_one, usual_rows)
 
         return run
@@ -145,10 +169,13 @@ class SoftmaxMixture(Mixture):
         weights, chosen = F.softmax(logits, dim=1, dtype=torch.float).topk(self.top_k, dim=-1)
         if self.routing.always_divides or self.norm_topk_prob:
             weights = weights / weights.sum(-1, keepdim=True)
-        mixed = self.mix(tokens, chosen, weights.to(tokens.dtype))
-        if self.routing.shares:
-            mixed = mixed + F.sigmoid(self.shared_expert_gate(tokens)) * self.shared_expert(tokens)
+        shared = partial(self._shared, tokens) if self.routing.shares else None
+        mixed = self.mix(tokens, chosen, weights.to(tokens.dtype), shared)
         return mixed.view(hidden_states.shape), logits
+
+    def _shared(self, tokens: Tensor) -> Tensor:
+        """Return what the shared expert makes of tokens."""
+        return F.sigmoid(self.shared_expert_gate(tokens)) * self.shared_expert(tokens)
 
 
 class ChosenMixture(Mixture):
@@ -290,7 +317,7 @@ def group_mixtures(model: nn.Module, grouped: bool = True) -> None:
             if block.fp8_spread is not None:
                 group_experts(block)
             elif not wanted:
-                del block.fp8_grouped_experts
+                del block.fp8_grouped_experts, block.fp8_all_in_fp8
                 change_class(block, block.tried[0])
             continue
         mixin = mixin_of(block) if wanted else None
@@ -300,7 +327,8 @@ def group_mixtures(model: nn.Module, grouped: bool = True) -> None:
 
 def group_experts(block: Mixture) -> None:
     """Let this rank's experts of a block be computed by grouped products, where they are in FP8 and to be fused."""
-    fused = _are_in_fp8(block) and all(layer.fp8_config.fused for layer in _layers_in_fp8(own_experts(block)[0]))
+    block.fp8_all_in_fp8 = _are_in_fp8(block)
+    fused = block.fp8_all_in_fp8 and all(layer.fp8_config.fused for layer in _layers_in_fp8(own_experts(block)[0]))
     block.fp8_grouped_experts = GroupedExperts(own_experts(block)) if fused else None
 
 

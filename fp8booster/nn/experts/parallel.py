@@ -18,12 +18,14 @@ from torch import nn
 
 from fp8booster.nn.experts.dispatch import scale_gradient
 from fp8booster.nn.experts.fp8_experts import are_experts, why_not_called_so
+from fp8booster.nn.experts.fp8_rows import values_of
 from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.experts.loads import note_choice
 from fp8booster.nn.experts.mixture import mixin_of
 from fp8booster.nn.experts.row_layout import owners_of
-from fp8booster.nn.experts.spread import EXCHANGED, Spread
+from fp8booster.nn.experts.spread import EXCHANGED, Rows, Run, Spread
 from fp8booster.nn.modules import change_class, mixed_class
+from fp8booster.nn.weights.casting import Casts
 
 
 class SpreadExperts(nn.Module):
@@ -42,15 +44,23 @@ class SpreadExperts(nn.Module):
             mix = torch.compiler.disable(mix)
         tokens, chosen, weights = args
         note_choice(self, chosen, self.fp8_spread.experts)
-        return mix(tokens, chosen, weights, lambda: self.run)
+        return mix(tokens, chosen, weights, self)
 
-    def run(self, rows: torch.Tensor, counts: HostCopy, factor: float, usual_rows: float) -> torch.Tensor:
+    def input_casts(self, tokens: torch.Tensor) -> Casts | None:
+        """As `spread.HeldExperts` asks: the module's class reads high precision."""
+        return None
+
+    def prepare(self) -> Run:
+        """As `spread.HeldExperts` asks."""
+        return self.run
+
+    def run(self, rows: Rows, counts: HostCopy, factor: float, usual_rows: float) -> torch.Tensor:
         """Compute the experts of this rank as the module's class does: a `spread.Run`."""
         owners = owners_of(counts.on_device, len(rows))
-        x = rows
+        x = values_of(rows)
         if not len(rows):
             # parameters must have gradients, of zeros, on each rank, and the rows too, which backward sends
-            x, owners = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), owners.new_zeros(1)
+            x, owners = torch.cat([x, x.new_zeros(1, x.shape[1])]), owners.new_zeros(1)
         ones = x.new_ones(len(x), 1)
         # times the factor behind the experts and its inverse before them: their parameters alone see the factor
         forward: Any = super().forward  # of the module's class

@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fp8booster.kernels.token_rows import sum_rows, sum_rows_backward
+from fp8booster.kernels.token_rows import gather_rows, sum_rows, sum_rows_backward
 from fp8booster.nn.linear.functional import linear_map, once_differentiable
 
 
 class Routes(NamedTuple):
     """The rows of T tokens with k experts each, sorted by expert and among those of an expert by token."""
 
-    tokens: torch.Tensor
-    """int64 [T k]: the token of each row."""
+    choices: torch.Tensor
+    """int32 [T k]: the choice of each row; choice t k + j is the j-th expert of token t."""
 
     places: torch.Tensor
     """int64 [T, k]: the rows of each token."""
@@ -34,7 +34,12 @@ class Routes(NamedTuple):
         choices = keys.argsort(stable=True)
         places = torch.empty_like(choices)
         places.scatter_(0, choices, torch.arange(len(choices), dtype=torch.int64, device=choices.device))
-        return cls(choices // chosen.shape[1], places.view(chosen.shape))
+        return cls(choices.to(torch.int32), places.view(chosen.shape))
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """The token of each row, int32 [T k]."""
+        return self.choices.div(self.places.shape[1], rounding_mode="floor")
 
 
 def count_rows(chosen: torch.Tensor, experts: int, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -43,19 +48,30 @@ def count_rows(chosen: torch.Tensor, experts: int, out: torch.Tensor | None = No
     Args:
         chosen: integers [T, k].
         experts: of all ranks.
-        out: int64 [experts]; written, and returned. None: one is made.
+        out: int64, of any shape and strides, for the experts in order; written, and returned. None: one is made.
     """
     numbers = torch.arange(experts, dtype=chosen.dtype, device=chosen.device)
-    return torch.sum(chosen.reshape(-1, 1) == numbers, 0, out=out)
+    numbers = numbers if out is None else numbers.view(out.shape)
+    return torch.sum(chosen.reshape(-1, *[1] * numbers.dim()) == numbers, 0, out=out)
 
 
 def spread(tokens: torch.Tensor, routes: Routes) -> torch.Tensor:
     """Tokens [T, H] as rows [T k, H]; differentiable."""
     return linear_map(
-        tokens,
-        lambda tokens: tokens.index_select(0, routes.tokens),
-        lambda gradient: sum_rows(gradient.contiguous(), routes.places),
+        tokens, lambda tokens: tokens.index_select(0, routes.tokens), lambda gradient: sum_of_rows(gradient, routes)
     )
+
+
+def sum_of_rows(rows: torch.Tensor, routes: Routes) -> torch.Tensor:
+    """Rows [T k, H] added up by token, [T, H]; not differentiable."""
+    return sum_rows(rows.contiguous(), routes.places)
+
+
+def spread_bytes(matrix: torch.Tensor, routes: Routes) -> torch.Tensor:
+    """Tokens in FP8, a matrix of T rows or more, as rows [T k, C]; not differentiable."""
+    if not len(routes.choices):  # kernels are not launched over nothing
+        return matrix[:0]
+    return gather_rows(matrix, routes.choices, routes.places.shape[1])[0]
 
 
 def weighted_sum(rows: torch.Tensor, weights: torch.Tensor, routes: Routes) -> torch.Tensor:

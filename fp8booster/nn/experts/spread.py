@@ -1,28 +1,46 @@
 """Experts that are spread over the ranks of a group, whatever block they belong to.
 
-    tokens [T, H] -- sorted by expert --> exchange --> this rank's experts --> exchange --> weighted sum [T, H]
+    tokens [T, H] -- cast, sorted by expert --> exchange --> this rank's experts --> exchange --> weighted sum [T, H]
 
 A block's router gives the experts of each token, counted over all ranks, and their weights. What computes this rank's
 experts is told which rows are whose (`Run`), and need not know of other ranks.
+
+Where the first products read FP8, tokens are cast once each, under the scale of these products, and their bytes are
+sent (`fp8_rows`). The scale is that of the largest amax of all ranks, which each tells with its counts. Else tokens are
+encoded as a message, and their values arrive in 16 bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
+from fp8booster.comm.cast_rows import send_cast_rows
 from fp8booster.comm.encoding import Encoding
-from fp8booster.nn.experts.dispatch import exchange_rows
+from fp8booster.kernels.scales import amax_of
+from fp8booster.nn.experts.dispatch import exchange_rows, send_rows
+from fp8booster.nn.experts.fp8_rows import FP8Rows, packed, received_rows, why_not_before_sending
 from fp8booster.nn.experts.host_copy import HostCopy
-from fp8booster.nn.experts.routing import Routes, count_rows, spread, weighted_sum
+from fp8booster.nn.experts.routing import Routes, count_rows, spread, spread_bytes, sum_of_rows, weighted_sum
+from fp8booster.nn.weights.casting import Casts
+from fp8booster.nn.weights.delivered import delivered_amax
+from fp8booster.scaling import INPUT
+from fp8booster.tensor import QuantizedMatrix
 
 EXCHANGED = "experts spread over ranks exchange rows whose number the host waits for"
 """Why no CUDA graph holds them."""
 
-Run = Callable[[torch.Tensor, HostCopy, float, float], torch.Tensor]
+AS_CAST = "in FP8, as the first product reads them"
+IN_16_BITS = "in 16 bits"
+_ENCODED = "encoded in FP8, {}"
+"""How tokens are sent to experts."""
+
+Rows = torch.Tensor | FP8Rows
+
+Run = Callable[[Rows, HostCopy, float, float], torch.Tensor]
 """Computes the experts of this rank, each on its rows.
 
 Args:
@@ -36,6 +54,16 @@ Returns:
 """
 
 
+class HeldExperts(Protocol):
+    """The experts of this rank."""
+
+    def input_casts(self, tokens: torch.Tensor) -> Casts | None:
+        """Return what casts the inputs of their first product; None: it reads 16 bits of these tokens."""
+
+    def prepare(self) -> Run:
+        """Look at the experts, which takes the host a while, and give what computes them, once."""
+
+
 class _Loads(NamedTuple):
     """Rows for the experts, on their way to the host."""
 
@@ -47,6 +75,42 @@ class _Loads(NamedTuple):
 
     of_copies: HostCopy | None
     """Those of all ranks that hold these experts, [1]; None: there are no others."""
+
+    told: HostCopy | None
+    """What each rank tells with its counts, [ranks, 1]: the bits of its amax, or `_NO_CAST`. None: nothing."""
+
+    def amax(self) -> torch.Tensor:
+        """Return the largest that ranks have told, float32 []."""
+        assert self.told is not None
+        # the bits of numbers from zero to infinity, and NaN, have the order of the numbers
+        return self.told.on_device.amax().to(torch.int32).view(torch.float32)
+
+    def all_cast(self) -> bool:
+        """Tell whether all ranks cast their tokens; the host waits."""
+        return self.told is not None and all(number != _NO_CAST for (number,) in self.told.tolist())
+
+
+_NO_CAST = -1
+"""A rank tells that its experts do not read tokens that were cast before they were sent."""
+
+
+class _Cast(NamedTuple):
+    """Tokens that were cast once."""
+
+    casts: Casts
+    matrix: QuantizedMatrix
+    rows: torch.Tensor
+    """[T k, B], bytes of rows as they are sent."""
+
+    amax: torch.Tensor | None
+    """As in `FP8Rows`."""
+
+
+class _Sizes(NamedTuple):
+    """Rows to each rank, and from each."""
+
+    sent: list[int]
+    received: list[int]
 
 
 class Spread:
@@ -81,6 +145,9 @@ class Spread:
                 "their number"
             )
         self.held = experts // self.ranks
+        self.way: str | None = None
+        """How the last tokens were sent to their experts; None: none were."""
+
         self.first = dist.get_rank(group) * self.held
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Spread:
@@ -97,7 +164,12 @@ class Spread:
         return torch.cat(parts)
 
     def mix(
-        self, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, prepare: Callable[[], Run]
+        self,
+        tokens: torch.Tensor,
+        chosen: torch.Tensor,
+        weights: torch.Tensor,
+        experts: HeldExperts,
+        beside: Callable[[], torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Return the weighted sum of what each token's experts make of it.
 
@@ -105,46 +177,106 @@ class Spread:
             tokens: [T, H].
             chosen: integers [T, k], experts of each token, counted over all ranks.
             weights: [T, k].
-            prepare: looks at the experts of this rank, while their rows are counted, and gives what computes them.
+            experts: of this rank.
+            beside: gives what is added to the sum, [T, H], such as shared experts' output. It is queued before the host
+                waits. None: nothing.
 
         Returns:
             [T, H] of the tokens' dtype.
         """
-        loads = self._loads(chosen)
+        casts = self._casts_before_sending(experts.input_casts(tokens))
+        loads = self._loads(chosen, None if casts is None else _told_of(tokens, casts))
         # the host waits for the loads alone: this is queued behind them, and keeps the GPU busy when the host goes on
         routes = Routes.of(chosen, self.experts)
-        rows = spread(tokens, routes)
+        cast = None if casts is None else _cast(tokens, casts, loads, routes)
+        rows = spread(tokens, routes) if cast is None else None
+        added = None if beside is None else beside()
         # what takes the host alone comes before it waits, as GPUs and other ranks are busy until then
-        made = self._at_experts(rows, loads, prepare())
-        return weighted_sum(made, weights, routes).to(tokens.dtype)
+        run = experts.prepare()
+        sizes = self._sizes(loads, len(routes.choices))
+        arrived: Rows
+        if cast is not None and loads.all_cast():
+            arrived = self._send_cast(tokens, cast, routes, sizes)
+        else:
+            rows = spread(tokens, routes) if rows is None else rows
+            arrived = exchange_rows(rows, *sizes, self.group, self.encoding)
+            if cast is not None:
+                self.way = _ENCODED.format("as another rank's experts read them otherwise")
+        made = self._at_experts(arrived, loads, run)
+        made = exchange_rows(made, sizes.received, sizes.sent, self.group, self.encoding)
+        mixed = weighted_sum(made, weights, routes).to(tokens.dtype)
+        return mixed if added is None else mixed + added
 
-    def _loads(self, chosen: torch.Tensor) -> _Loads:
-        """Begin to tell the ranks how many rows go from each of them to each expert."""
-        numbers = torch.empty(2, self.experts, dtype=torch.int64, device=chosen.device)
+    def _casts_before_sending(self, casts: Casts | None) -> Casts | None:
+        """Return what casts tokens before they are sent; None: nothing does."""
+        if self.ranks == 1 or self.encoding is None:
+            self.way = None if self.ranks == 1 else IN_16_BITS
+            return None
+        why_not = "whose experts read 16 bits" if casts is None else why_not_before_sending(casts)
+        self.way = AS_CAST if why_not is None else _ENCODED.format(why_not)
+        return casts if why_not is None else None
+
+    def _loads(self, chosen: torch.Tensor, told: torch.Tensor | None) -> _Loads:
+        """Begin to tell the ranks how many rows go from each of them to each expert, and a number besides."""
+        tells = self.ranks > 1 and self.encoding is not None
+        numbers = chosen.new_empty(2, self.ranks, self.held + tells, dtype=torch.int64)
         counts, arriving = numbers
-        count_rows(chosen, self.experts, out=counts)
+        count_rows(chosen, self.experts, out=counts[:, : self.held])
+        if tells:
+            counts[:, self.held] = _NO_CAST if told is None else told
         # counts go ahead of the tokens: a rank must know how many rows it receives before it makes room
         if self.ranks > 1:
             dist.all_to_all_single(arriving, counts, group=self.group)
         else:
             arriving.copy_(counts)
-        told = numbers.view(-1)
+        copy, held = HostCopy(numbers), slice(self.held)
+        of_copies = None
         if self.holders > 1:
-            rows = arriving.sum().view(1)
+            rows = arriving[:, : self.held].sum().view(1)
             dist.all_reduce(rows, group=self.copies)
-            told = torch.cat([told, rows])
-        copy = HostCopy(told)
-        by_receiver, by_sender = (copy.part(first, self.ranks, self.held) for first in (0, self.experts))
-        return _Loads(by_receiver, by_sender, copy.part(2 * self.experts, 1) if self.holders > 1 else None)
+            of_copies = HostCopy(rows)  # of its own: the rows need not wait for it before they are sent
+        others = copy.part(1, slice(self.held, None)) if tells else None
+        return _Loads(copy.part(0, held), copy.part(1, held), of_copies, others)
 
-    def _at_experts(self, rows: torch.Tensor, loads: _Loads, run: Run) -> torch.Tensor:
-        """Send rows [T k, H], sorted by expert, to their experts, and what these make of them back."""
-        sent = received = [len(rows)]
-        if self.ranks > 1:
-            # every rank waits for its GPU here, as all-to-all with uneven splits needs the sizes of its messages
-            sent, received = ([sum(rank) for rank in each.tolist()] for each in (loads.by_receiver, loads.by_sender))
-        of_all = sum(received) if loads.of_copies is None else loads.of_copies.tolist()[0]
-        rows = exchange_rows(rows, sent, received, self.group, self.encoding)
+    def _sizes(self, loads: _Loads, rows: int) -> _Sizes:
+        """Wait for the sizes of messages; where there are no other ranks, so many rows stay here."""
+        if self.ranks == 1:
+            return _Sizes([rows], [rows])
+        # every rank waits for its GPU here, as all-to-all with uneven splits needs the sizes of its messages
+        return _Sizes(*([sum(rank) for rank in each.tolist()] for each in (loads.by_receiver, loads.by_sender)))
+
+    def _send_cast(self, tokens: torch.Tensor, cast: _Cast, routes: Routes, sizes: _Sizes) -> FP8Rows:
+        """Send rows of tokens that were cast to their experts, and return those that come here."""
+        payload = len(cast.rows) * tokens.shape[1] * tokens.element_size()
+        scaling = cast.casts.scaling
+        message = send_cast_rows(cast.rows, *sizes, self.group, payload=payload, scaling=scaling)
+
+        def back(gradient: torch.Tensor) -> torch.Tensor:
+            rows = send_rows(gradient, sizes.received, sizes.sent, self.group, self.encoding)
+            return sum_of_rows(rows, routes)
+
+        return received_rows(tokens, message, cast.matrix, sum(sizes.received), cast.amax, back)
+
+    def _at_experts(self, rows: Rows, loads: _Loads, run: Run) -> torch.Tensor:
+        """Return what this rank's experts make of rows, [R, H]."""
+        usual_rows = len(rows) if loads.of_copies is None else loads.of_copies.tolist()[0] / self.holders
         # tokens of all these ranks add up here, and the gradient is to be a mean over ranks
-        made = run(rows, loads.by_sender, 1 / self.ranks, of_all / self.holders)
-        return exchange_rows(made, received, sent, self.group, self.encoding)
+        return run(rows, loads.by_sender, 1 / self.ranks, usual_rows)
+
+
+def _told_of(tokens: torch.Tensor, casts: Casts) -> torch.Tensor:
+    """Return what a rank tells the others of its tokens, which `casts` are to cast: integers []."""
+    if casts.scaling.granularity != "tensorwise":  # each row has scales of its own
+        return tokens.new_zeros((), dtype=torch.int32)
+    amax = delivered_amax(tokens)
+    amax = amax_of(tokens) if amax is None else amax.max()
+    return amax.abs().view(torch.int32)  # of zero and NaN too without a sign
+
+
+def _cast(tokens: torch.Tensor, casts: Casts, loads: _Loads, routes: Routes) -> _Cast:
+    """Cast each token once, under the scale of all ranks' where there is one, and spread the bytes."""
+    amax = loads.amax() if casts.scaling.granularity == "tensorwise" else None
+    # kernels are not launched over nothing
+    filled = tokens if len(tokens) else tokens.new_zeros(1, tokens.shape[1])
+    matrix = casts.quantize(INPUT, filled, amax=amax)
+    return _Cast(casts, matrix, spread_bytes(packed(matrix), routes), amax)

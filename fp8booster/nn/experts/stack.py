@@ -19,6 +19,7 @@ from fp8booster.kernels.alignment import ALIGNMENT
 from fp8booster.kernels.grouped_product import Groups
 from fp8booster.kernels.transpose import transposed
 from fp8booster.nn.experts.alike import Stack
+from fp8booster.nn.experts.fp8_rows import FP8Rows, shown_as
 from fp8booster.nn.experts.grouped_linear import GroupedWeight, Products, cast_experts, grouped_linear, under_one_scale
 from fp8booster.nn.experts.row_layout import RowLayout
 from fp8booster.nn.linear.speed_model import computes_in_fp8
@@ -40,20 +41,25 @@ class WeightStack(Protocol):
     """The weights of one layer of all experts."""
 
     def product(
-        self, x: torch.Tensor, groups: Groups, *, reads: RowLayout | None = None, sums: RowLayout | None = None
+        self,
+        x: torch.Tensor | FP8Rows,
+        groups: Groups,
+        *,
+        reads: RowLayout | None = None,
+        sums: RowLayout | None = None,
     ) -> torch.Tensor:
         """Return each expert's product on its rows, [M, N] BF16, differentiable.
 
         Args:
             x: [M, K] BF16.
             groups: of the M rows.
-            reads: x are tokens, [T, K], laid out so; None: rows.
+            reads: x are tokens, [T, K], which may be in FP8 alone, laid out so; None: rows.
             sums: what is returned is summed over the rows of each token, [T, N]; None: rows.
         """
 
 
 def run_stacks(
-    tokens: torch.Tensor,
+    tokens: torch.Tensor | FP8Rows,
     reads: RowLayout,
     up: WeightStack,
     activation: Callable[[torch.Tensor], torch.Tensor],
@@ -148,7 +154,12 @@ class StackedLayers:
         self._is_provided, self._factors = provided, factors
 
     def product(
-        self, x: torch.Tensor, groups: Groups, *, reads: RowLayout | None = None, sums: RowLayout | None = None
+        self,
+        x: torch.Tensor | FP8Rows,
+        groups: Groups,
+        *,
+        reads: RowLayout | None = None,
+        sums: RowLayout | None = None,
     ) -> torch.Tensor:
         """As `WeightStack.product`."""
         weights, provided = self._stack.weights, self._is_provided
@@ -199,12 +210,17 @@ class StackedParameter:
         self._weight, self._source, self._casts, self._factor = weight, source, casts, factor
 
     def product(
-        self, x: torch.Tensor, groups: Groups, *, reads: RowLayout | None = None, sums: RowLayout | None = None
+        self,
+        x: torch.Tensor | FP8Rows,
+        groups: Groups,
+        *,
+        reads: RowLayout | None = None,
+        sums: RowLayout | None = None,
     ) -> torch.Tensor:
         """As `WeightStack.product`."""
         # one scale for all experts: a product has one for each expert's block, and an engine casts a parameter whole
         weight, source, casts = self._weight, self._source, self._casts
-        w = under_one_scale(source.for_call(weight, casts, x), source.is_transposed)
+        w = under_one_scale(source.for_call(weight, casts, shown_as(x)), source.is_transposed)
         how = Products(
             groups, casts, self._factor, backward_weight=source.backward([weight], casts), reads=reads, sums=sums
         )

@@ -164,9 +164,10 @@ def test_experts_are_told_which_rows_are_whose(spread: str) -> None:
         assert not waits.called  # a look at experts takes the host a while
         return run
 
+    experts: Any = SimpleNamespace(input_casts=lambda tokens: None, prepare=prepare)
     tokens = torch.randn(2, 8)
     with mock.patch.object(HostCopy, "tolist", autospec=True, side_effect=HostCopy.tolist) as waits:
-        mixed = spread_over.mix(tokens, chosen, torch.full((2, 2), 0.5), prepare)
+        mixed = spread_over.mix(tokens, chosen, torch.full((2, 2), 0.5), experts)
     torch.testing.assert_close(mixed, 2 * tokens)
     rows = sum(map(sum, arrived))
     assert told == [(rows, arrived, 1 / group, 8 / 2 if copies == 2 else rows)]
