@@ -28,6 +28,7 @@ from fp8booster.nn.convert import (
 from fp8booster.nn.experts.fp8_experts import FP8Experts
 from fp8booster.nn.experts.grouped import GroupedExperts, grouped_experts
 from fp8booster.nn.experts.loads import loads_of
+from fp8booster.nn.experts.parallel import spread_of
 from fp8booster.nn.fused.attention import kernels
 from fp8booster.nn.fused.attention_form import head_size, heads_of_a_key, value_size
 from fp8booster.nn.fused.decoder import FusedDecoderLayer, changed_parts
@@ -102,6 +103,10 @@ class LoadRow:
 
     tokens: tuple[int, ...]
     """How many of this rank's tokens chose each expert, of the experts of all ranks. None is dropped."""
+
+    sent: str | None
+    """How tokens are sent to experts on other ranks, such as "in FP8, as the first product reads them"; None: none
+    are."""
 
     @property
     def busiest(self) -> float:
@@ -212,6 +217,9 @@ class Report:
                 sum(each) for each in zip(*((row.idle, len(row.tokens)) for row in self.loads), strict=True)
             )
             line += f" of the last batch's tokens here, and {idle} of {experts} experts had none"
+        for way, count in Counter(row.sent for row in self.loads).items():
+            if way is not None:
+                line += f", tokens of {_counted(count, 'block')} sent to other ranks {way}"
         for reason, count in self.captured:
             why = "" if reason is None else f" not ({reason})"
             line += f", {_counted(count, 'layer')}{why} replayed as CUDA graphs"
@@ -299,7 +307,7 @@ def report(model: nn.Module) -> Report:
         ),
         tuple(MergedRow(len(group.layers), group.why_not_merged) for group in groups),
         tuple(GroupedRow(len(block.experts), block.why_one_by_one) for block in experts),
-        tuple(LoadRow(name, tokens) for name, tokens in loads_of(model).items()),
+        tuple(LoadRow(name, tokens, _sent(model.get_submodule(name))) for name, tokens in loads_of(model).items()),
         tuple(name for name, is_dropped in dropped.items() if is_dropped),
         tuple(_counted(count, part) for part, count in _saving_in_8_bits(model, experts).items()),
         tuple(_counted(count, part) for part, count in _recomputed(model).items()),
@@ -311,6 +319,11 @@ def report(model: nn.Module) -> Report:
         captured=tuple(captured_layers(model).items()),
         captured_parts=tuple((*which, count) for which, count in captured_parts(model).items()),
     )
+
+
+def _sent(block: nn.Module) -> str | None:
+    spread = spread_of(block)
+    return None if spread is None else spread.way
 
 
 def _attention(model: nn.Module) -> str | None:

@@ -155,6 +155,9 @@ def test_experts_compute_and_are_sent_in_fp8(family: str) -> None:
         close = 0.6 if "router" in name or name.endswith("gate.weight") else 0.25
         assert (gradient - right).norm() <= close * right.norm() + 1e-6, name
     told = report(spread)
+    assert {load.sent for load in told.loads} == {"in FP8, as the first product reads them"}
+    sentence = f"tokens of {blocks} block{'s' if blocks > 1 else ''} sent to other ranks in FP8, as the first"
+    assert sentence in told.summary()
     precisions = {row.name: (row.precision, row.notes) for row in (*told.rows, *told.outside)}
     experts = {name: each for name, each in precisions.items() if ".experts." in name}
     assert experts
@@ -251,9 +254,12 @@ def test_the_report_counts_the_tokens_of_each_expert(family: str, in_fp8: bool) 
         assert sum(load.tokens) == 2 * tokens.numel()
         assert load.busiest == pytest.approx(max(load.tokens) / (2 * tokens.numel() / EXPERTS))
         assert load.idle == sum(count == 0 for count in load.tokens)
+        assert load.sent == "in 16 bits"
     assert "times the mean of the last batch's tokens here" in report(spread).summary()
     # the first block, as tokens come to later ones with other roundings
-    assert report(whole).loads[:1] == (loads[:1] if in_fp8 else ())
+    whole_loads = report(whole).loads
+    assert [load.tokens for load in whole_loads[:1]] == ([loads[0].tokens] if in_fp8 else [])
+    assert {load.sent for load in whole_loads} <= {None}
     assert not report(copy.deepcopy(spread)).loads
     with torch.no_grad():
         spread.eval()(input_ids=torch.zeros(2, 9, dtype=torch.int64))
