@@ -232,8 +232,16 @@ def step_rows(shards: Shards8bit, rates: AdamRates, divisor: Tensor | None = Non
 
     Args:
         shards, rates, divisor: as `update_8bit` takes them.
+
+    Raises:
+        RuntimeError: a CUDA graph is captured.
     """
     device, steps = shards.values[0].device, shards.steps
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a CUDA graph would repeat one step's numbers, which the host makes for an update with 8-bit moments; "
+            "capture forward and backward, and call the optimizer's step outside"
+        )
     # by Python's floats, of 64 bits, and rounded once
     decay = rates.lr * rates.weight_decay if rates.decoupled else rates.weight_decay
     # few numbers of steps, mostly one, for many tensors

@@ -642,3 +642,18 @@ def test_sums_of_gradients_are_chosen_where_some_wait() -> None:
         with pytest.raises(ValueError, match="gradient_accumulation='8-bit' is about gradients that wait for further"):
             AdamW(parameters, gradient_accumulation="8-bit", **options)
     AdamW(parameters, gradient_accumulation="8-bit", update_in_backward=True, micro_batches=2)
+
+
+@pytest.mark.gpu
+def test_a_step_that_is_captured_is_refused() -> None:
+    weight = nn.Parameter(torch.ones(300, device="cuda"))
+    optimizer = AdamW([weight])
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    with (
+        pytest.raises(RuntimeError, match="call the optimizer's step outside"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        optimizer.step()
+    optimizer.step()
+    assert weight.isfinite().all()
