@@ -56,7 +56,8 @@ class Run:
 def test_a_long_run_has_the_bits_of_eager_layers_and_memory_that_stays(device: torch.device) -> None:
     """With two lengths, evaluation, a save, and a run that went elsewhere in between and goes back to it."""
     on_gpu = device.type == "cuda"
-    steps, settled = (300, 60) if on_gpu else (36, 0)
+    steps = 300 if on_gpu else 36
+    settled = steps // 2 + 10  # all that is done on the way has been done: what a load takes is not given back
     models = pair_of_models(device)
     eager, captured = (Run(model, device) for model in models)
     memory = []
