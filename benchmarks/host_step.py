@@ -1,17 +1,18 @@
-"""Measure Python's time and calls for a training step under `LowLevelZeroPlugin`, without a GPU.
+"""Measure Python's time and calls for a training step, under `LowLevelZeroPlugin` or otherwise, without a GPU.
 
     python -m benchmarks.host_step --out results --json results/host-step.json
+    python -m benchmarks.host_step --model micro-moe --layers 2 --engine gemini
 
-One rank and a model of many small layers. Tensors of the CPU take the way of a GPU's, launches do nothing, and replays
-of CUDA graphs do nothing either (`harness.calls.idle_gpu`). So what is timed is what the host does for a GPU, and what
-PyTorch computes on the CPU where no kernel of fp8booster's does.
+One rank and a model of many small layers, or of many small experts. Tensors of the CPU take the way of a GPU's,
+launches do nothing, and replays of CUDA graphs do nothing either (`harness.calls.idle_gpu`). So what is timed is what
+the host does for a GPU, and what PyTorch computes on the CPU where no kernel of fp8booster's does.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from unittest.mock import patch
 
 import torch
@@ -24,6 +25,9 @@ from benchmarks.harness.results import Column, Record, Result, Table, spread
 from benchmarks.harness.statistics import Samples
 from benchmarks.training.job import Job
 from fp8booster.nn.graphs.recorder import Memory
+from fp8booster.training.batches import Replica
+from fp8booster.training.models import MODELS, build
+from fp8booster.training.optimizers import make_optimizer
 
 WARM_UP = 8
 """Steps, after which layers have been captured."""
@@ -75,27 +79,49 @@ def _nothing() -> None:
     pass
 
 
-class _Step:
-    """A training step in its phases.
+class _Plain:
+    """A training step without a plugin, in its phases: a model that is converted and fused, and torch's AdamW."""
+
+    def __init__(self, job: Job) -> None:
+        from fp8booster import convert_to_fp8, fuse
+        from fp8booster.cli.train.key_values import fp8_config
+
+        self._model = build(job.architecture.config(job.sequence), device=torch.device("cpu"))
+        fuse(convert_to_fp8(self._model, fp8_config(job.fp8_options)))
+        self._optimizer = make_optimizer(job.optimizer, self._model.parameters(), lr=job.lr)
+        self._batch = _batch(job, Replica(0, 1))
+
+    def forward(self) -> None:
+        """Compute the loss."""
+        self._loss = self._model(**self._batch).loss
+
+    def backward(self) -> None:
+        """Compute the gradients."""
+        self._loss.backward()
+
+    def update(self) -> None:
+        """Update the weights."""
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+class _Boosted:
+    """A training step by a plugin, in its phases.
 
     Args:
-        layers: of the model micro.
+        job: what is trained.
         buckets: about so many, in which ZeRO reduces the gradients.
-        graphs: layers are replayed.
     """
 
-    def __init__(self, layers: int, buckets: int, graphs: bool) -> None:
-        from benchmarks.training.data import batches
+    def __init__(self, job: Job, buckets: int) -> None:
         from benchmarks.training.engines import ENGINES
-        from fp8booster.training.boosted import causal
 
-        options = ("always=true", *(("cuda_graphs=true",) if graphs else ()))
-        job = Job(model="micro", layers=layers, sequence=32, micro_batch=1, device="cpu", fp8_options=options)
         built = ENGINES["fp8booster-fp8"].load()(job, torch.device("cpu"))
         self._boosted = built.boosted
-        self._batch = causal(batches(job, built.replica, torch.device("cpu"))(0))
-        values = sum(parameter.numel() for parameter in self._boosted.model.parameters())
-        self._boosted.optimizer._reduce_bucket_size = values // buckets
+        self._batch = _batch(job, built.replica)
+        if job.plugin == "low_level_zero":
+            values = sum(parameter.numel() for parameter in self._boosted.model.parameters())
+            self._boosted.optimizer._reduce_bucket_size = values // buckets
 
     def forward(self) -> None:
         """Compute the loss."""
@@ -110,12 +136,39 @@ class _Step:
         self._boosted.update(1.0)
 
 
-def measure(layers: int, buckets: int, graphs: bool, steps: int) -> Record:
+def _batch(job: Job, replica: Replica) -> dict[str, torch.Tensor]:
+    from benchmarks.training.data import batches
+    from fp8booster.training.boosted import causal
+
+    return causal(batches(job, replica, torch.device("cpu"))(0))
+
+
+PLAIN = "plain"
+
+_ENGINES: dict[str, dict[str, Any]] = {
+    PLAIN: {},
+    "zero1": {"plugin": "low_level_zero", "zero": 1},
+    "zero2": {"plugin": "low_level_zero", "zero": 2},
+    "gemini": {"plugin": "gemini"},
+}
+"""What `--engine` takes, and the fields of its job."""
+
+
+def measure(engine: str, model: str, layers: int, buckets: int, graphs: bool, steps: int) -> Record:
     """Time and Python calls of each phase."""
     from fp8booster.nn.graphs import recorder
 
+    job = Job(
+        model=model,
+        layers=layers,
+        sequence=32,
+        micro_batch=1,
+        device="cpu",
+        fp8_options=("always=true", f"cuda_graphs={str(graphs).lower()}"),
+        **_ENGINES[engine],
+    )
     with patch.object(recorder, "recorder_for", lambda device: _Replays()):
-        step = _Step(layers, buckets, graphs)
+        step = _Plain(job) if engine == PLAIN else _Boosted(job, buckets)
         with idle_gpu():
             phases = {name: getattr(step, name) for name in PHASES}
             for _ in range(WARM_UP):
@@ -156,6 +209,8 @@ NOTE = (
 
 
 def main(
+    model: Annotated[Literal["micro", "micro-moe"], typer.Option(help="micro-moe has 128 experts a layer.")] = "micro",
+    engine: Annotated[Literal["plain", "zero1", "zero2", "gemini"], typer.Option(help="What trains it.")] = "zero1",
     layers: Annotated[int, typer.Option(min=1, help="Decoder layers; 22 are those of LLaMA 1B.")] = 22,
     buckets: Annotated[int, typer.Option(min=1, help="In which gradients are reduced; 19 are those of LLaMA 1B.")] = 19,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps.")] = 40,
@@ -168,10 +223,14 @@ def main(
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        records = [measure(layers, buckets, graphs, steps) for graphs in (False, True)]
+        # layers with experts that are modules are not replayed, nor those without a plugin
+        kinds = (False, True) if model == "micro" and engine != PLAIN else (False,)
+        records = [measure(engine, model, layers, buckets, graphs, steps) for graphs in kinds]
     finally:
         dist.destroy_process_group()
-    head = environment.head(gpu, commit=commit) | {"model": f"micro LLaMA, {layers} layers; about {buckets} buckets"}
+    head = environment.head(gpu, commit=commit) | {
+        "model": f"{MODELS[model].label}, {layers} layers; {engine}; about {buckets} buckets where ZeRO reduces"
+    }
     result = Result(
         "host-step", "What Python does for a training step", head, [Table("step", "Host", COLUMNS, records, NOTE)]
     )

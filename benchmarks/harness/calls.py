@@ -67,6 +67,7 @@ def idle_gpu() -> Iterator[None]:
         (launch, "_variants"): {},
         (launch, "_CALLS_COMPILED"): True,
         (torch, "_scaled_mm"): _scaled_mm,
+        (torch, "_scaled_grouped_mm"): _scaled_grouped_mm,
         (torch, "mm"): _mm,
         (trials, "_disable_current_modes"): computing,
         (product, "_decodable"): lambda a, b, inverse_scale_a, inverse_scale_b: (inverse_scale_a, inverse_scale_b),
@@ -94,6 +95,13 @@ class _Compiled:
 
 def _scaled_mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype, out: Tensor | None = None, **options: Any) -> Tensor:
     return torch.empty(a.shape[0], b.shape[1], dtype=out_dtype) if out is None else out
+
+
+def _scaled_grouped_mm(
+    a: Tensor, b: Tensor, *scales: Tensor, offs: Tensor, out_dtype: torch.dtype, **options: Any
+) -> Tensor:
+    groups = (len(offs),) if b.dim() == 2 else ()  # of sums over the rows of each
+    return torch.empty(*groups, a.shape[0], b.shape[-1], dtype=out_dtype)
 
 
 def _mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:

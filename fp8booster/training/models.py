@@ -117,6 +117,7 @@ _QWEN_3_MOE: dict[str, Any] = {
     "experts_per_token": 8,
     "head_size": 128,
 }
+_MICRO_MOE: dict[str, Any] = {"family": "qwen3_moe", "experts": 128, "experts_per_token": 8}
 _GPT_OSS: dict[str, Any] = {
     "vocabulary": 201088,
     "sequence": 131072,
@@ -154,6 +155,7 @@ MODELS = {
     "gpt-oss-20b": Architecture("gpt-oss 20B", 2880, 2880, 24, 64, 8, **_GPT_OSS),
     "micro": _MICRO,
     "micro-cohere": replace(_MICRO, label="micro Command-R", family="cohere", tied=True),
+    "micro-moe": replace(_MICRO, label="micro Qwen3-MoE", feed_forward=32, **_MICRO_MOE),
     "micro-mixtral": _mixture(replace(_MICRO, label="micro Mixtral"), sequence=128),
 }
 """Sizes as published, except for the micro ones, which are for tests, and mixtral-1b, whose experts are the
