@@ -142,7 +142,7 @@ class FP8Grouped(Implementation):
     def cast_weights(self) -> GroupedWeight:
         """The FP8 weights of all experts."""
         weight = self.work.weight
-        return cast_experts(weight.view(-1, weight.shape[2]), Casts(CONFIG))
+        return cast_experts([weight.view(-1, weight.shape[2])], Casts(CONFIG))
 
     def parameters(self) -> list[nn.Parameter]:
         return self.weights

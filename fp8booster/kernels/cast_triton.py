@@ -303,10 +303,7 @@ def _cast_launch(
     shapes = output_shapes(rows, columns, plain, transposed)
     out_rows, out_columns = aligned(rows), aligned(columns)
     columns = max(columns, 2)
-    if transposed:  # tall enough that a row of the transposed tile fills whole sectors of memory, too
-        tile_rows, tile_columns = (64, 128) if rows * columns > _LARGE else (64, 64)
-    else:
-        tile_rows, tile_columns = 32, 256
+    tile_rows, tile_columns = tile_shape(rows * columns, transposed)
     column_tiles = ceil_div(out_columns, tile_columns)
     tiles = column_tiles * ceil_div(out_rows, tile_rows)
     launch = Launch(
@@ -322,6 +319,13 @@ def _cast_launch(
         TILE_COLUMNS=tile_columns,
     )
     return launch, *shapes, tiles
+
+
+def tile_shape(values: int, transposed: bool) -> tuple[int, int]:
+    """Return the rows and columns of the tiles in which so many values are cast."""
+    if transposed:  # tall enough that a row of the transposed tile fills whole sectors of memory, too
+        return (64, 128) if values > _LARGE else (64, 64)
+    return 32, 256
 
 
 def cast_by_triton(matrix: Tensor, dtype: torch.dtype, past: Tensor, **options: bool) -> tuple[Tensor, ...]:

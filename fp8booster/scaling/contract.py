@@ -7,7 +7,7 @@ an instance: `FP8Config(scaling=MyScaling())`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -78,6 +78,20 @@ class Scaling:
             state: the layer's; None where it keeps none.
         """
         raise NotImplementedError
+
+    def cast_stack(
+        self, role: str, matrices: Sequence[torch.Tensor], dtype: torch.dtype, **layouts: bool
+    ) -> QuantizedMatrix | None:
+        """Cast matrices below each other from where each lies, as `cast` would cast them in one piece.
+
+        Args:
+            role, dtype, layouts: as in `cast`; no amax is known, and no state is kept.
+            matrices: [R_i, C].
+
+        Returns:
+            None where the strategy casts what lies in one piece alone.
+        """
+        return None
 
     def new_state(self) -> State | None:
         """Return what a layer keeps in training; None: nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from fp8booster.kernels.blockwise_cast import blockwise_cast
 from fp8booster.kernels.cast import cast
 from fp8booster.kernels.rowwise_cast import rowwise_cast
+from fp8booster.kernels.stack_cast import stack_cast
 from fp8booster.scaling.checks import require_one_of, require_switch
 from fp8booster.scaling.contract import GRANULARITIES, WEIGHT, Scaling
 from fp8booster.tensor import QuantizedMatrix
@@ -62,6 +64,14 @@ class RealTime(Scaling):
             return QuantizedMatrix(*rowwise_cast(matrix, dtype, **layouts))
         # squares alone are scaled alike in the transpose, so a weight's serve forward and backward
         return QuantizedMatrix(*blockwise_cast(matrix, dtype, square=role == WEIGHT, **layouts))
+
+    def cast_stack(
+        self, role: str, matrices: Sequence[Tensor], dtype: torch.dtype, **layouts: bool
+    ) -> QuantizedMatrix | None:
+        """As `Scaling.cast_stack`; not where a subclass casts otherwise."""
+        if self.granularity != "tensorwise" or type(self).cast is not RealTime.cast:
+            return None
+        return QuantizedMatrix(*stack_cast(matrices, dtype, power_of_two=self.power_of_two, **layouts), None)
 
     @property
     def for_engines(self) -> RealTime | None:

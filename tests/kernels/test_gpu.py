@@ -18,6 +18,7 @@ from fp8booster.kernels.message_layout import MessageLayout
 from fp8booster.kernels.rowwise_cast import rowwise_cast
 from fp8booster.kernels.scales import amax_of, scale_of
 from fp8booster.kernels.shard_cast import cast_shards, unpack
+from fp8booster.kernels.stack_cast import stack_cast
 from tests.kernels.matrices import SHAPES, VIEWS, same, special, spread
 
 pytestmark = pytest.mark.gpu
@@ -125,6 +126,16 @@ def test_a_blockwise_cast_is_its_reference(square, plain, transposed, dtype, pow
             case,
             lambda matrix=matrix: blockwise_cast(matrix, dtype, **options),
             blockwise_cast.reference(matrix, dtype, **options),
+        )
+
+
+@casts
+def test_a_cast_of_a_stack_is_that_of_one_matrix(plain, transposed, dtype, power_of_two, source) -> None:
+    options = {"plain": plain, "transposed": transposed, "power_of_two": power_of_two}
+    for case, matrix in matrices(source).items():
+        stack = [part.clone() for part in matrix.split(48)]  # each in memory of its own
+        assert_same_every_time(
+            case, lambda stack=stack: stack_cast(stack, dtype, **options), stack_cast.reference(stack, dtype, **options)
         )
 
 

@@ -22,6 +22,7 @@ from fp8booster.kernels.norms import norms_of
 from fp8booster.kernels.rowwise_cast import rowwise_cast
 from fp8booster.kernels.scales import amax_of, scale_of
 from fp8booster.kernels.shard_cast import cast_shards, unpack
+from fp8booster.kernels.stack_cast import stack_cast
 from tests.kernels.adam_shards import RATES, copied, far_apart, shards
 from tests.kernels.interpreted import interpreted
 from tests.kernels.matrices import VIEWS, exact, same, special, spread
@@ -139,6 +140,28 @@ def delayed_casts_differ() -> Iterator[str]:
         yield from compare(f"note {steps} {count} {new_step} {value}", *results)
 
 
+def stack_casts_differ() -> Iterator[str]:
+    from fp8booster.kernels.stack_cast_triton import stack_cast_triton
+
+    # rows of each: of experts; that pad; more than a tile, and an empty one
+    for rows, columns in (((16, 16, 16), 32), ((5, 17, 1), 30), ((70, 0, 33), 130)):
+        for (dtype, power_of_two, source), (plain, transposed) in zip(SETTINGS, LAYOUTS, strict=True):
+            whole = exact((sum(rows), columns), formats.MAX[dtype], source)
+            options = {"plain": plain, "transposed": transposed, "power_of_two": power_of_two}
+            # each in memory of its own, and one where no whole vectors can be moved
+            matrices = [part.clone() for part in whole.split(rows)]
+            matrices[-1] = torch.nn.functional.pad(matrices[-1].view(-1), (1, 0))[1:].view(-1, columns)
+            found = [function(matrices, dtype, **options) for function in (stack_cast_triton, stack_cast.reference)]
+            yield from compare(f"stack {rows} {columns} {dtype} {source}", *found)
+    for value in (math.nan, math.inf, 0.0):  # the interpreter gives a NaN other bytes
+        matrices = [torch.zeros(16, 32), torch.full((16, 32), value)]
+        found = [function(matrices, formats.E4M3)[2:] for function in (stack_cast_triton, stack_cast.reference)]
+        yield from compare(f"stack of {value}", *found)
+    apart = [torch.randn(32, 16).bfloat16().t(), torch.ones(16, 32, dtype=torch.bfloat16)]
+    found = [f(apart, formats.E5M2, power_of_two=True)[2:] for f in (stack_cast_triton, stack_cast.reference)]
+    yield from compare("stack of a transposed view", *found)
+
+
 def shard_casts_differ() -> Iterator[str]:
     from fp8booster.kernels.shard_cast_triton import cast_shards_triton, unpack_triton
 
@@ -237,6 +260,7 @@ CHECKS: tuple[Callable[[], Iterator[str]], ...] = (
     powers_of_two_differ,
     matrix_casts_differ,
     delayed_casts_differ,
+    stack_casts_differ,
     shard_casts_differ,
     tables_differ,
     adam_updates_differ,

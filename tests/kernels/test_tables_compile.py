@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from fp8booster.kernels import adamw_8bit_triton, adamw_triton, norms_triton, shard_cast_triton
+from fp8booster.kernels import adamw_8bit_triton, adamw_triton, norms_triton, shard_cast_triton, stack_cast_triton
 from tests.kernels.compiled import narrow_accesses, ptx_of
 
 TABLE = {"entries": "*i64", "owners": "*i32"}
@@ -53,6 +53,22 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, object], int]] = {
         {"E4M3": True, "TRANSPOSED": True, "VALUES": True, "TILE": 64},
         4,
     ),
+    "amaxes of a stack": (
+        stack_cast_triton.stack_amaxes_kernel,
+        {"values": "*bf16", "partials": "*fp32"},
+        {"MOST": 9, "BLOCK": 4096},
+        8,
+    ),
+    **{
+        f"stack_cast {tile}": (
+            stack_cast_triton.stack_cast_kernel,
+            {"matrix": "*bf16", "amax": "*fp32", "plain": "*fp8e4nv", "transpose": "*fp8e4nv"}
+            | {"inverse_scale": "*fp32", "columns": "i32", "stacked": "i32", "out_columns": "i32"},
+            {**ROUNDING, "PLAIN": True, "TRANSPOSED": transposed, "TILE_ROWS": tile[0], "TILE_COLUMNS": tile[1]},
+            4,
+        )
+        for tile, transposed in (((64, 128), True), ((64, 64), True), ((32, 256), False))
+    },
 }
 
 

@@ -6,14 +6,15 @@ import pytest
 import torch
 
 from fp8booster.kernels.cast import cast
+from fp8booster.kernels.stack_cast import stack_cast
 from fp8booster.nn.linear import speed_model
 from tests.nn.reference import count_calls
 
 
 @pytest.fixture
 def casts(monkeypatch: pytest.MonkeyPatch) -> list:
-    """(matrix, format) of every cast that ran, in compiled code too."""
-    return count_calls(monkeypatch, cast, "run")
+    """(matrix, or the list of those of a stack, format) of every cast that ran, in compiled code too."""
+    return count_calls(monkeypatch, stack_cast, "run", count_calls(monkeypatch, cast, "run"))
 
 
 @pytest.fixture

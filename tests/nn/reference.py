@@ -82,9 +82,9 @@ def assert_rounded(result: torch.Tensor, reference: torch.Tensor, magnitude: tor
     assert (error <= allowed).all(), f"{error.flatten()[worst]} off, {allowed.flatten()[worst]} allowed"
 
 
-def count_calls(monkeypatch, owner: object, name: str) -> list:
-    """Record the first two arguments of every call of `owner.name`."""
-    calls, original = [], getattr(owner, name)
+def count_calls(monkeypatch, owner: object, name: str, calls: list | None = None) -> list:
+    """Record the first two arguments of every call of `owner.name`, in a new list or behind those of another."""
+    calls, original = [] if calls is None else calls, getattr(owner, name)
 
     def recording(*arguments, **options):
         calls.append(arguments[:2])

@@ -284,10 +284,11 @@ class GatheredWeights:
                 continue
             _, (data, transpose, *_) = self._memory(block)
             begin = 0
-            for group in of_block:
+            # in one place too, so that products read them without a copy
+            scales = data.new_empty(len(of_block), dtype=torch.float32).unbind()
+            for group, inverse_scale in zip(of_block, scales, strict=True):
                 end = begin + sum(len(layer.held_weight) for layer in group.layers)
                 columns = transpose[:, begin:end] if transpose.dim() == 2 else transpose
-                inverse_scale = data.new_empty((), dtype=torch.float32)
                 self._lay(group, QuantizedMatrix(data[begin:end], columns, inverse_scale, None))
                 begin = end
 

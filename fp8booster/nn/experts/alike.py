@@ -18,6 +18,7 @@ from torch import nn
 from fp8booster.nn.experts.gated import gate_up_down, why_not_gated
 from fp8booster.nn.linear.layer import FP8Layer, FP8Linear
 from fp8booster.nn.modules import HOOKS, must_be_called
+from fp8booster.nn.weights.engine import all_filled
 from fp8booster.nn.weights.source import WeightSource
 
 
@@ -25,7 +26,7 @@ class Seen(NamedTuple):
     """All that tells how experts compute, in flat lists: many small ones would be garbage to collect."""
 
     objects: list[Any]
-    """Modules, classes, casts, sources of weights: equal to themselves alone, which lists compare at once."""
+    """Modules, classes, casts, sources of weights, dtypes: equal to themselves alone, which lists compare at once."""
 
     others: list[Any]
     """Weights, configurations and hooks, which may be equal to others."""
@@ -35,18 +36,20 @@ class Seen(NamedTuple):
         """Look at the experts and the modules in them."""
         of_experts = list(map(_dict, experts))
         children = list(chain.from_iterable(map(_values, map(_children, of_experts))))
-        held = [*of_experts, *map(_dict, children)]
-        parameters = list(map(_parameters, held))
+        of_children = list(map(_dict, children))
+        held = [*of_experts, *of_children]
+        # those without a cast, as activations, are told apart by their classes and hooks
+        layers = [each for each in of_children if "fp8_casts" in each]
+        parameters, casts = list(map(_parameters, layers)), list(map(_casts, layers))
         weights = list(map(dict.get, parameters, repeat("weight")))
-        casts = list(map(dict.get, held, repeat("fp8_casts")))
         # most are empty; a dictionary tells whose hooks it has, and is written to
-        hooks = list(filter(None, chain.from_iterable(map(_hooks, held))))
+        hooks = list(filter(None, chain.from_iterable(map(map, _HOOKS, repeat(held)))))
         objects = [*map(type, experts), *map(type, children), *children, *casts, *map(len, hooks)]
         objects += map(dict.get, held, repeat("forward"))
-        objects += map(dict.get, held, repeat("fp8_weight"))
+        objects += map(_source, layers)
         objects += map(getattr, weights, repeat("dtype"), repeat(None))
         others = [*weights, *map(dict.get, parameters, repeat("bias")), *map(dict.get, of_experts, repeat("config"))]
-        others += map(getattr, casts, repeat("config"), repeat(None))  # `Casts.under` writes it
+        others += map(_config, casts)  # `Casts.under` writes it
         others += [*hooks, *chain.from_iterable(map(_values, hooks))]
         return cls(objects, others)
 
@@ -59,8 +62,11 @@ class Seen(NamedTuple):
         )
 
 
-_dict, _shape = attrgetter("__dict__"), attrgetter("shape")
-_children, _parameters, _hooks = itemgetter("_modules"), itemgetter("_parameters"), itemgetter(*HOOKS)
+_dict, _shape, _config = attrgetter("__dict__"), attrgetter("shape"), attrgetter("config")
+_children, _parameters = itemgetter("_modules"), itemgetter("_parameters")
+_casts, _source = itemgetter("fp8_casts"), itemgetter("fp8_weight")
+_source_of = attrgetter("fp8_weight")
+_HOOKS = tuple(map(itemgetter, HOOKS))
 _values: Callable[[Any], Any] = dict.values
 
 
@@ -99,12 +105,16 @@ class Look(NamedTuple):
         # classes and configurations can be written to, and stay the same objects
         return self.reason or next(filter(None, map(why_not_gated, self.of_each_kind)), None)
 
-    def provided(self) -> list[bool]:
-        """Tell of each weight whether an engine gives its FP8 copy now."""
+    def is_provided(self) -> bool | None:
+        """Tell whether an engine gives the FP8 copies of the weights now; None: of some of them alone."""
         if not self.may_be_provided:
-            return []
+            return False
         layers, weights = self.up.layers + self.down.layers, self.up.weights + self.down.weights
-        return [layer.fp8_weight.is_provided([weight]) for layer, weight in zip(layers, weights, strict=True)]
+        sources = list(map(_source_of, layers))
+        if all_filled(sources, weights) is not None:
+            return True
+        each = {source.is_provided([weight]) for source, weight in zip(sources, weights, strict=True)}
+        return each.pop() if len(each) == 1 else None
 
 
 class AlikeExperts:

@@ -21,18 +21,17 @@ from fp8booster.config import FP8Config
 from fp8booster.kernels.activation import RowWeights
 from fp8booster.kernels.device import require_fp8
 from fp8booster.kernels.grouped_product import why_no_grouped_product
-from fp8booster.nn.experts.alike import AlikeExperts, Look
+from fp8booster.nn.experts.alike import AlikeExperts, Look, Stack
 from fp8booster.nn.experts.fp8_rows import FP8Rows, shown_as
 from fp8booster.nn.experts.gated import gate_up_down
-from fp8booster.nn.experts.grouped_linear import GroupedWeight
 from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.experts.row_layout import RowLayout
-from fp8booster.nn.experts.stack import StackedLayers, pays, run_stacks, why_not_bf16, why_not_stacked
+from fp8booster.nn.experts.stack import StackCopy, StackedLayers, pays, run_stacks, why_not_bf16, why_not_stacked
 from fp8booster.nn.fused.pointwise import Saving, activate
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import held_by_modules
 from fp8booster.nn.weights.casting import Casts
-from fp8booster.nn.weights.freshness import FreshCopy, reusable
+from fp8booster.nn.weights.freshness import reusable
 
 ONE_BY_ONE_FROM = 1e11
 """Rows times input times output features of a product of one expert, in the mean over experts and products, from which
@@ -77,8 +76,7 @@ class GroupedExperts:
         self.experts, self._always = tuple(experts), always
         self._reasons: dict[str, None] = {}
         self._alike = AlikeExperts(self.experts)
-        self._gate_up: FreshCopy[GroupedWeight] = FreshCopy()
-        self._down: FreshCopy[GroupedWeight] = FreshCopy()
+        self._gate_up, self._down = StackCopy(), StackCopy()
         config = next((layer.fp8_config for layer in gate_up_down(experts[0]) if isinstance(layer, FP8Layer)), None)
         self.fp8_casts: dict[str, Casts] = {} if config is None else _casts(config)
 
@@ -167,10 +165,10 @@ class GroupedExperts:
         reason = self._why_never(look)
         if reason is None and look.is_transient:
             reason = "the weights are whole only while a layer runs"
-        provided = look.provided() if reason is None else []
-        if any(provided) and not all(provided):
+        provided = look.is_provided() if reason is None else False
+        if provided is None:
             reason = "an engine keeps the FP8 weights of some of the layers alone"
-        return _Looked(look, any(provided), reason)
+        return _Looked(look, bool(provided), reason)
 
     def _runs_on(self, looked: _Looked, tokens: torch.Tensor | FP8Rows, rows: float) -> bool:
         """Tell whether so many rows, made of tokens, are computed in grouped products; the report says why not."""
@@ -194,13 +192,17 @@ class GroupedExperts:
         factors = _joined(weight_gradient_factors, device)
         self._follow(config)
         count, saving = len(self.experts), Saving(in_8_bits=config.saves_in_8_bits)
+
+        def stacked(stack: Stack, casts: Casts, copy: StackCopy) -> StackedLayers:
+            return StackedLayers(stack, casts, partial(copy.get, stack, count, casts, provided), factors)
+
         of_rows = None if weights is None else RowWeights(weights.contiguous(), layout.choices)
         return run_stacks(
             tokens.to(torch.bfloat16),
             layout,
-            StackedLayers(look.up, count, self.fp8_casts["gate_up"], self._gate_up, provided, factors),
+            stacked(look.up, self.fp8_casts["gate_up"], self._gate_up),
             partial(activate, gated=True, saving=saving, weights=of_rows),
-            StackedLayers(look.down, count, self.fp8_casts["down"], self._down, provided, factors),
+            stacked(look.down, self.fp8_casts["down"], self._down),
             layout,
         )
 

@@ -66,15 +66,14 @@ class GroupedWeight(NamedTuple):
     """The weights lie as [G, K, N]."""
 
 
-def cast_experts(weight: torch.Tensor, casts: Casts) -> GroupedWeight:
+def cast_experts(weights: Sequence[torch.Tensor], casts: Casts) -> GroupedWeight:
     """Cast the weights of all experts under one scale.
 
     Args:
-        weight: [G * N, K], BF16, FP16 or FP32; N and K are multiples of 16.
+        weights: [..., K], BF16, FP16 or FP32, which make [G * N, K]; N and K are multiples of 16.
         casts: of the layers that are one product; their configuration tells whether the transpose is made now.
     """
-    cast = casts.quantize_weight(weight, transposed=casts.config.keeps_transposes)
-    return under_one_scale(cast)
+    return under_one_scale(casts.quantize_stack(weights, transposed=casts.config.keeps_transposes))
 
 
 def under_one_scale(cast: QuantizedMatrix, is_transposed: bool = False) -> GroupedWeight:

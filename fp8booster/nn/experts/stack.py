@@ -9,6 +9,7 @@ dimensions (`fp8_experts`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter, is_
 from typing import Protocol
 
 import torch
@@ -24,9 +25,11 @@ from fp8booster.nn.experts.grouped_linear import GroupedWeight, Products, cast_e
 from fp8booster.nn.experts.row_layout import RowLayout
 from fp8booster.nn.linear.speed_model import computes_in_fp8
 from fp8booster.nn.weights.casting import Casts
+from fp8booster.nn.weights.engine import all_filled
 from fp8booster.nn.weights.freshness import FreshCopy
 from fp8booster.nn.weights.source import WeightSource
 from fp8booster.nn.weights.stacking import are_stacked, stack_rows, stacked_columns, stacked_view
+from fp8booster.tensor import QuantizedMatrix
 
 EXPERTS_THAT_PAY = 8
 """So many experts were faster grouped in FP8 than one by one in BF16, whatever their size
@@ -125,33 +128,102 @@ def pays(
     return experts >= EXPERTS_THAT_PAY or always or computes_in_fp8(config, int(rows), *features, device)
 
 
+class StackCopy:
+    """Holds the FP8 weights of a stack while they are right.
+
+    Weights that an engine provides stay as they are, with their scales; the parameters may hold no values then. Where
+    they lie in memory of their own each, they are copied, once a step: one byte a value more, and one for the
+    transpose, unless that is made in backward. Other weights are cast once a step.
+    """
+
+    def __init__(self) -> None:
+        self._copy: FreshCopy[GroupedWeight] = FreshCopy()
+        self._views: tuple[list[QuantizedMatrix], GroupedWeight] | None = None
+
+    @property
+    def made(self) -> GroupedWeight | None:
+        """What is held, right or not."""
+        return self._copy.made if self._views is None else self._views[1]
+
+    def get(self, stack: Stack, experts: int, casts: Casts, provided: bool) -> GroupedWeight:
+        """Return the FP8 weights.
+
+        Args:
+            stack: by expert, as many layers of each.
+            experts: how many.
+            casts: of the layers as one.
+            provided: an engine gives their FP8 weights.
+        """
+        weights, parts = stack.weights, _provided(stack, casts) if provided else None
+        if self._views is not None:
+            # an engine writes the weights of each step to the same memory
+            if parts is not None and all(map(is_, parts, self._views[0])):
+                return self._views[1]
+            self._views = None
+        # an engine may begin to provide weights between two steps, and then their scales are others
+        key = casts.config, provided
+        quantized = self._copy.get(weights, key)
+        if quantized is not None:
+            return quantized
+        self._copy.forget()  # first, so that the allocator can give the same memory again
+        if parts is None:
+            return self._copy.put(weights, key, cast_experts(weights, casts))
+        made, are_views = _joined(parts, experts, casts)
+        if not are_views:
+            return self._copy.put(weights, key, made)
+        self._views = parts, made
+        return made
+
+
+def _provided(stack: Stack, casts: Casts) -> list[QuantizedMatrix]:
+    """Return the FP8 matrix of each weight that an engine provides."""
+    sources, weights = list(map(_SOURCE, stack.layers)), stack.weights
+    filled = all_filled(sources, weights)
+    if filled is not None:
+        return filled
+    pairs = zip(sources, weights, strict=True)
+    return [source.forward([weight], casts, transpose=False) for source, weight in pairs]
+
+
+_SOURCE = attrgetter("fp8_weight")
+
+
+def _joined(parts: Sequence[QuantizedMatrix], experts: int, casts: Casts) -> tuple[GroupedWeight, bool]:
+    """Stack FP8 matrices by rows, as many of each expert; tell whether all of it is views of their memory."""
+    data, transposes, scales, _ = map(list, zip(*parts, strict=True))
+    in_each = len(parts) // experts
+    # those that an engine gathers as one have one scale; then the gradient of their input is one product
+    firsts = [scales[number // in_each * in_each] for number in range(len(scales))]
+    if all(scale.data_ptr() == first.data_ptr() for scale, first in zip(scales, firsts, strict=True)):
+        scales = scales[::in_each]
+    rows = [scale.view(1, 1) for scale in scales]
+    are_views = are_stacked(data) and are_stacked(rows)
+    if are_stacked(data):
+        stacked = stacked_view(data)
+    else:  # through uint8: torch copies few FP8 tensors on CPU
+        stacked = torch.cat([part.view(torch.uint8) for part in data]).view(data[0].dtype)
+    transpose = stacked.new_empty(0)
+    if casts.config.keeps_transposes:
+        columns = stacked_columns(transposes)
+        are_views &= columns is not None
+        transpose = transposed(stacked) if columns is None else columns
+    return GroupedWeight(stacked, transpose, stack_rows(rows).view(experts, -1)), are_views
+
+
 class StackedLayers:
     """The same layers of every expert, such as gate and up, whose weights are stacked by rows.
 
-    Those that an engine provides stay as they are, with their scales; the parameters may hold no values then. Where
-    they lie in memory of their own each, they are copied, once a step: one byte a value more, and one for the
-    transpose, unless that is made in backward.
-
     Args:
         stack: by expert, as many layers of each.
-        experts: how many.
         casts: of the layers as one.
-        copy: holds the stack until a weight changes.
-        provided: an engine gives their FP8 weights.
+        quantized: their FP8 weights.
         factors: multiply the gradients of the weights, and not those of x: a number or float32 [G].
     """
 
     def __init__(
-        self,
-        stack: Stack,
-        experts: int,
-        casts: Casts,
-        copy: FreshCopy[GroupedWeight],
-        provided: bool,
-        factors: torch.Tensor | float,
+        self, stack: Stack, casts: Casts, quantized: Callable[[], GroupedWeight], factors: torch.Tensor | float
     ) -> None:
-        self._stack, self._experts, self._casts, self._copy = stack, experts, casts, copy
-        self._is_provided, self._factors = provided, factors
+        self._stack, self._casts, self._quantized, self._factors = stack, casts, quantized, factors
 
     def product(
         self,
@@ -162,38 +234,8 @@ class StackedLayers:
         sums: RowLayout | None = None,
     ) -> torch.Tensor:
         """As `WeightStack.product`."""
-        weights, provided = self._stack.weights, self._is_provided
-        # an engine may begin to provide weights between two steps, and then their scales are others
-        key = self._casts.config, provided
-        quantized = self._copy.get(weights, key)
-        if quantized is None:
-            self._copy.forget()  # first, so that the allocator can give the same memory again
-            made = self._provided(weights) if provided else cast_experts(stack_rows(weights), self._casts)
-            quantized = self._copy.put(weights, key, made)
         how = Products(groups, self._casts, self._factors, reads=reads, sums=sums)
-        return grouped_linear(x, weights, quantized, how)
-
-    def _provided(self, weights: Sequence[torch.Tensor]) -> GroupedWeight:
-        matrices = [
-            layer.fp8_weight.forward([weight], self._casts, transpose=False)
-            for layer, weight in zip(self._stack.layers, weights, strict=True)
-        ]
-        parts = [matrix.data for matrix in matrices]
-        if are_stacked(parts):
-            data = stacked_view(parts)
-        else:  # through uint8: torch copies few FP8 tensors on CPU
-            data = torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
-        scales = [matrix.inverse_scale for matrix in matrices]
-        in_each = len(matrices) // self._experts
-        # those that an engine gathers as one have one scale; then the gradient of their input is one product
-        firsts = [scales[number // in_each * in_each] for number in range(len(scales))]
-        if all(scale.data_ptr() == first.data_ptr() for scale, first in zip(scales, firsts, strict=True)):
-            scales = scales[::in_each]
-        transpose = data.new_empty(0)
-        if self._casts.config.keeps_transposes:
-            stacked = stacked_columns([matrix.transpose for matrix in matrices])
-            transpose = transposed(data) if stacked is None else stacked
-        return GroupedWeight(data, transpose, torch.stack(scales).view(self._experts, -1))
+        return grouped_linear(x, self._stack.weights, self._quantized(), how)
 
 
 class StackedParameter:

@@ -5,13 +5,14 @@ Not the transpose of an input that backward makes again by the scale of forward,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
 import torch
 
 from fp8booster.config import FP8Config
 from fp8booster.nn.weights.delivered import AMAX, delivered_amax
+from fp8booster.nn.weights.stacking import are_stacked, stack_rows
 from fp8booster.scaling import WEIGHT, RealTime, State
 from fp8booster.tensor import QuantizedMatrix
 
@@ -123,6 +124,14 @@ class Casts:
     def quantize_weight(self, weight: torch.Tensor, *, transposed: bool, plain: bool = True) -> QuantizedMatrix:
         """Cast a weight, [N, K]."""
         return self.quantize(WEIGHT, weight, plain=plain, transposed=transposed)
+
+    def quantize_stack(self, weights: Sequence[torch.Tensor], *, transposed: bool) -> QuantizedMatrix:
+        """Cast weights of as many columns as one matrix, [sum of N, K], without that matrix where nobody reads it."""
+        made = None
+        if not self.observers and self.state is None and not are_stacked(weights):
+            dtype = self.config.format_of[WEIGHT]
+            made = self.scaling.cast_stack(WEIGHT, weights, dtype, plain=True, transposed=transposed)
+        return self.quantize_weight(stack_rows(weights), transposed=transposed) if made is None else made
 
     def note_weight(self, values: torch.Tensor, data: torch.Tensor, inverse_scale: torch.Tensor) -> None:
         """Show a part of the weight that an engine has cast by itself.

@@ -30,6 +30,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter, is_
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -152,6 +153,9 @@ def weight_states(weights: Sequence[torch.Tensor]) -> list[tuple]:
     return [(each.data_ptr(), each._version, getattr(each, LOOKS, 0), each.dtype, count, stream) for each in weights]
 
 
+_CDATA = attrgetter("_cdata")
+
+
 def look_again(weight: torch.Tensor) -> None:
     """Make what was made of a weight stale, and what an engine made of it unsure: it may have been written unseen."""
     setattr(weight, LOOKS, getattr(weight, LOOKS, 0) + 1)
@@ -210,9 +214,8 @@ class _Content(Generic[Made]):
 
     def is_of(self, weights: Sequence[torch.Tensor]) -> bool:
         """Tell whether it was made of these as they are."""
-        return all(made_of() is weight for made_of, weight in zip(self.weights, weights, strict=True)) and (
-            self.states == weight_states(weights)
-        )
+        made_of = map(weakref.ref.__call__, self.weights)  # of hundreds of experts without a call of Python's for each
+        return all(map(is_, made_of, weights)) and self.states == weight_states(weights)
 
     def lies_there(self, weights: Sequence[torch.Tensor]) -> bool:
         """Tell whether it was made of what lies where these lie: a capture has leaves of its own for the weights."""
@@ -246,9 +249,8 @@ class FreshCopy(Generic[Made]):
 
     def put(self, weights: Sequence[torch.Tensor], key: Hashable, made: Made) -> Made:
         """Hold a copy that was just made; the arguments are those of `get`."""
-        for weight in weights:
-            # a storage, not a place: collectives write to the flat buffer that a weight is a view of
-            _Changes.watched.add(weight.untyped_storage()._cdata)
+        # storages, not places: collectives write to the flat buffer that a weight is a view of
+        _Changes.watched.update(map(_CDATA, map(torch.Tensor.untyped_storage, weights)))
         self._content = _Content(made, key, list(map(weakref.ref, weights)), weight_states(weights))
         with _Changes.lock:
             _Changes.copies.add(self)
