@@ -207,6 +207,12 @@ def row_norm_backward_kernel(
     tl.store(partials + tl.program_id(0), tl.max(largest, 0).to(tl.float32, bitcast=True))
 
 
+def warps_for(block: int) -> int:
+    """Return the warps of a program whose rows take a power of two values, `GROUP` or more."""
+    # a thread holds 4 or 8 values of a short row, 16 of a longer one, up to 8192
+    return min(16, max(1, min(4, block // 256), block // 512))
+
+
 def _kinds(weight: Tensor) -> int:
     return weight.numel() // weight.shape[-1]
 
@@ -218,8 +224,7 @@ def _launch(
     """Return the launch of `row_norm_kernel` or its backward, and its number of programs."""
     rows, columns = shape
     block = max(GROUP, block_over(columns))
-    # a thread holds 4 or 8 values of a short row, 16 of a longer one, up to 8192
-    warps = min(16, max(1, min(4, block // 256), block // 512))
+    warps = warps_for(block)
     at_once = max(FEWEST_PROGRAMS, WARPS // warps)
     if backward:
         at_once = min(at_once, max(1, BACKWARD_VALUES // block))

@@ -162,3 +162,18 @@ def test_a_norm_that_encodes_sums_in_the_order_of_one_that_does_not() -> None:
         (layout,) = set(re.findall(r"tensor<4096xf32, #(\w+)>\) -> f32", made))
         layouts.append(re.search(rf"#{layout} = (.*)", made).group(1))
     assert layouts[0] == layouts[1]
+
+
+@pytest.mark.parametrize("block", [128, 256, 512, 1024])
+@pytest.mark.parametrize(
+    "kind", ["norm", "norm that encodes", "layer norm", "norm's backward", "layer norm's backward"]
+)
+def test_short_rows_move_in_vectors_and_a_warp_alone_waits_for_no_others(kind: str, block: int) -> None:
+    kernel, constants, _ = CASES[kind]
+    warps = row_norm_triton.warps_for(block)
+    ptx = stages_of(kernel, Types(), constants | {"BLOCK": block}, num_warps=warps)["ptx"]
+    vector = "v2" if block == 128 else "v4"
+    assert f"ld.global.{vector}.b32" in ptx
+    # a row's amaxes of codes, in BF16
+    assert len(narrow_accesses(ptx)) == (kind == "norm that encodes")
+    assert ("bar.sync" in ptx) == (warps > 1)
