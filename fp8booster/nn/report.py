@@ -307,7 +307,7 @@ def report(model: nn.Module) -> Report:
         ),
         tuple(MergedRow(len(group.layers), group.why_not_merged) for group in groups),
         tuple(GroupedRow(len(block.experts), block.why_one_by_one) for block in experts),
-        tuple(LoadRow(name, tokens, _sent(model.get_submodule(name))) for name, tokens in loads_of(model).items()),
+        tuple(LoadRow(name, tokens, _sent(block)) for name, block, tokens in loads_of(model)),
         tuple(name for name, is_dropped in dropped.items() if is_dropped),
         tuple(_counted(count, part) for part, count in _saving_in_8_bits(model, experts).items()),
         tuple(_counted(count, part) for part, count in _recomputed(model).items()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -45,14 +46,12 @@ def note_choice(block: nn.Module, chosen: torch.Tensor, experts: int) -> None:
         last.chosen, last.experts = chosen.detach(), experts
 
 
-def loads_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return how many of this rank's tokens chose each expert in the last batch in training, by the block's path.
+def loads_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[int, ...]]]:
+    """Find how many of this rank's tokens chose each expert in the last batch in training: path, block and tokens.
 
     The host waits for the device. Blocks that have not run are left out.
     """
-    found = {}
     for name, module in model.named_modules():
         last = vars(module).get(_LAST)
         if last is not None and last.chosen is not None:
-            found[name] = tuple(count_rows(last.chosen, last.experts).tolist())
-    return found
+            yield name, module, tuple(count_rows(last.chosen, last.experts).tolist())
