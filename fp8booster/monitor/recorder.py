@@ -103,8 +103,9 @@ class Recorder:
         # keys of the store outlive a recording, so each has a number, alike on all ranks
         self._number = next(_made)
         if self.rank == 0:
-            for sink in self._sinks:
-                sink.begin(dict(header), done)
+            held = [sink.begin(dict(header), done) for sink in self._sinks]
+            # what was warned of before a run was resumed is known, and each weight's course
+            self._warnings.of(next(filter(None, held), ()))
 
     @property
     def is_sampling(self) -> bool:

@@ -21,12 +21,15 @@ _REMEDY = "put it right, or move the file away: recording then begins a new one"
 class Sink(Protocol):
     """Takes lines on rank 0."""
 
-    def begin(self, header: dict[str, Any], done: int) -> None:
+    def begin(self, header: dict[str, Any], done: int) -> Sequence[ScaleRow] | None:
         """Begin, once, before anything is written.
 
         Args:
             header: {"fp8booster": version, "kind": "scales", "every": N, "config": {...}, "layers": {"fp8": n, ...}}.
             done: steps that are taken already; lines of later ones are of a branch that was left.
+
+        Returns:
+            The lines of steps that are done, where it holds them; the watchdog goes on from there.
         """
 
     def write(self, rows: Sequence[ScaleRow]) -> None:
@@ -46,27 +49,28 @@ class JsonLines:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
 
-    def begin(self, header: dict[str, Any], done: int) -> None:
+    def begin(self, header: dict[str, Any], done: int) -> Sequence[ScaleRow]:
         """As `Sink.begin`; the header is that of the last run that wrote here.
 
         Raises:
             ValueError: the file that is there is another.
             OSError: it cannot be written.
         """
-        rows = []
+        rows: list[ScaleRow] = []
         if self.path.exists():
             if done:
-                rows = read_scales(self.path)[1]
+                rows = [row for row in read_scales(self.path)[1] if row.step <= done]
             else:
                 # a file of another kind must not be replaced
                 _header(read_text(self.path, _REMEDY).split("\n")[:1], self.path)
         # checked before anything is made, so a wrong path leaves nothing behind
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # a run that resumes from before takes the later steps again
-        kept = [_line(dataclasses.asdict(row)) for row in rows if row.step <= done]
+        kept = [_line(dataclasses.asdict(row)) for row in rows]
         # whole or not at all: a kill here must not cost the lines of all steps before
         write_whole(self.path, "".join([_line(header), *kept]))
         self._stream = self.path.open("a", encoding="utf-8")
+        return rows
 
     def write(self, rows: Sequence[ScaleRow]) -> None:
         """As `Sink.write`; the step is on its way to the disk when it returns."""

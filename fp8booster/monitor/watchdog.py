@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from statistics import median
 
 from fp8booster.argument_types import require_types
 from fp8booster.monitor.scales import MOMENTS, SAVED, SUM, ScaleRow
@@ -12,6 +14,12 @@ ON_NONFINITE = ("raise", "skip", "warn")
 
 _MOST = 5
 """Warnings of a step that are given in full."""
+
+_FEWEST = 5
+"""Samples of a course that tell where it leads."""
+
+_KEPT = 64
+"""Samples of a course, so that a long run costs no more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,19 +40,54 @@ class Watchdog:
     flushed: float | None = 0.25
     """Warn where a larger share of a tensor's nonzero values becomes zero; None: never."""
 
-    outlier_growth: float | None = 8.0
-    """Warn where amax over root mean square has grown by more than this factor since the tensor's first sample; None:
-    never."""
+    weight_growth: float | None = 3.0
+    """Warn where a weight's amax is more than this factor above its own course so far (`Course`); None: never."""
 
     def __post_init__(self) -> None:
         require_types(Watchdog, vars(self), "Watchdog.")
         if self.on_nonfinite not in ON_NONFINITE:
             choices = " or ".join(map(repr, ON_NONFINITE))
             raise ValueError(f"Watchdog.on_nonfinite is {self.on_nonfinite!r}; use {choices}")
-        for name, least, most in (("saturated", 0, 1), ("flushed", 0, 1), ("outlier_growth", 1, float("inf"))):
+        for name, least, most in (("saturated", 0, 1), ("flushed", 0, 1), ("weight_growth", 1, float("inf"))):
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
                 raise ValueError(f"Watchdog.{name} is {value!r}; use a number from {least} to {most}, or None")
+
+
+class Course:
+    """The samples of a figure of one tensor, and how far the last two are above what those before lead to.
+
+    A figure that grows as any power of the steps, as weights do when a model begins to learn, has grown by the same
+    factor in each doubling of the steps: that of the last doubling is expected once more. One that grows by a factor a
+    step, as before a run diverges, leaves that behind.
+    """
+
+    def __init__(self) -> None:
+        self._values: list[float] = []
+        self._stride, self._count = 1, 0
+        self._last = 0.0
+
+    def growth(self, value: float) -> float | None:
+        """Add a sample, above 0; return the less of the last two over what was expected, None for the first ones."""
+        expected = self._expected()
+        lower, self._last = min(value, self._last), value
+        if self._count % self._stride == 0:
+            self._values.append(value)
+            if len(self._values) > _KEPT:
+                # of every second one, so that those that are left are spread over the whole run
+                del self._values[1::2]
+                self._stride *= 2
+        self._count += 1
+        return None if expected is None else lower / expected
+
+    def _expected(self) -> float | None:
+        # without the last, which is judged with the one that comes
+        before = self._values[:-1]
+        if len(before) < _FEWEST:
+            return None
+        # medians, of all samples and of the first half, stand for a half and a quarter of the steps
+        half, quarter = median(before), median(before[: len(before) // 2])
+        return half * max(1.0, half / quarter)
 
 
 class Warnings:
@@ -56,7 +99,7 @@ class Warnings:
 
     def __init__(self, rules: Watchdog) -> None:
         self._rules = rules
-        self._first: dict[tuple[str, str], float] = {}
+        self._courses: defaultdict[str, Course] = defaultdict(Course)
         self._given: set[tuple[str, str, str]] = set()
 
     def of(self, rows: Iterable[ScaleRow]) -> list[str]:
@@ -84,14 +127,14 @@ class Warnings:
             )
         if rules.flushed is not None and row.flushed > rules.flushed:
             yield "flushed", f"{row.flushed:.0%} of its nonzero values become zero in {row.format}; {_wider(row)}"
-        if row.outlier is not None and row.scale is not None:  # codes in 8 bits have a range for each group of values
-            # tensors differ in their outliers from the start: growth tells, not size
-            first = self._first.setdefault((row.layer, row.role), row.outlier)
-            if rules.outlier_growth is not None and row.outlier > rules.outlier_growth * first:
+        # a weight does not change with the batch, so its course is smooth; activations and gradients jump
+        if row.role == "weight" and row.amax > 0:
+            growth = self._courses[row.layer].growth(row.amax)
+            if rules.weight_growth is not None and growth is not None and growth > rules.weight_growth:
                 yield (
-                    "outlier",
-                    f"its largest value is {row.outlier:.0f} times its root mean square, {first:.0f} times at first, "
-                    f"and the scale follows it; {_wider(row)}",
+                    "growth",
+                    f"its largest value, {row.amax:.3g}, is {growth:.1f} times as large as its course so far leads to, "
+                    "as before a run diverges; lower lr, or raise the weight decay, from a checkpoint of before",
                 )
 
 

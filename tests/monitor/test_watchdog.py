@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterable
+
 import pytest
 
-from fp8booster.monitor.watchdog import Warnings, Watchdog
+from fp8booster.monitor.watchdog import Course, Warnings, Watchdog
 from tests.monitor.test_sinks import row
 
 
@@ -38,10 +43,13 @@ def test_a_figure_beyond_its_threshold_is_warned_of_once(figures, says) -> None:
 
 
 def test_a_figure_at_its_threshold_is_not_warned_of() -> None:
-    rules = Watchdog(saturated=0.25, flushed=0.5, outlier_growth=2.0)
+    rules = Watchdog(saturated=0.25, flushed=0.5, weight_growth=2.0)
     warnings = Warnings(rules)
-    assert warnings.of([row(1, outlier=4.0), row(5, saturated=0.25, flushed=0.5, outlier=8.0)]) == []
-    assert len(warnings.of([row(10, saturated=0.26, flushed=0.51, outlier=8.5)])) == 3
+    assert warnings.of([row(step, amax=1.0) for step in range(6)]) == []
+    assert warnings.of([row(step, saturated=0.25, flushed=0.5, amax=2.0) for step in (6, 7)]) == []
+    warnings = Warnings(rules)
+    assert warnings.of([row(step, amax=1.0) for step in range(6)]) == []
+    assert len(warnings.of([row(step, saturated=0.26, flushed=0.51, amax=2.01) for step in (6, 7)])) == 3
 
 
 def test_each_kind_role_and_layer_is_warned_of_once() -> None:
@@ -53,30 +61,86 @@ def test_each_kind_role_and_layer_is_warned_of_once() -> None:
     assert "are clipped" in sentence
 
 
-def test_an_outlier_is_compared_with_the_first_of_its_own_role_and_layer() -> None:
-    warnings = Warnings(Watchdog(outlier_growth=2.0))
-    first = [row(1, outlier=1.0), row(1, outlier=5.0, role="input"), row(1, outlier=9.0, layer="layers.1")]
-    assert warnings.of(first) == []
-    assert warnings.of([row(5, outlier=9.0, role="input"), row(5, outlier=17.0, layer="layers.1")]) == []
-    assert len(warnings.of([row(10, outlier=11.0, role="input"), row(10, outlier=19.0, layer="layers.1")])) == 2
+def warned_at(amax: Callable[[int], float], steps: Iterable[int], rules: Watchdog | None = None) -> list[int]:
+    """The sampled steps in which there is a warning of a weight with these amaxes."""
+    warnings = Warnings(rules or Watchdog())
+    return [step for step in steps if warnings.of([row(step, amax=amax(step))])]
 
 
-def test_codes_without_one_scale_have_no_outliers() -> None:
-    warnings = Warnings(Watchdog(outlier_growth=2.0))
-    assert warnings.of([row(1, outlier=1.0, scale=None), row(5, outlier=99.0, scale=None)]) == []
+def sampled(every: int, last: int = 5000) -> list[int]:
+    return [1, *range(every, last + 1, every)] if every > 1 else list(range(1, last + 1))
 
 
-def test_an_outlier_that_grows_is_warned_of() -> None:
-    warnings = Warnings(Watchdog(outlier_growth=8.0))
-    assert warnings.of([row(1, outlier=5.0)]) == []
-    assert warnings.of([row(50, outlier=40.0)]) == []
-    (sentence,) = warnings.of([row(100, outlier=1000.0)])
-    assert "1000 times its root mean square, 5 times at first" in sentence
+NORMAL = {
+    "constant": lambda t: 0.1,
+    "as a root": lambda t: t**0.5,
+    "linear from zero": lambda t: t,
+    "with warm-up from zero": lambda t: t * t,
+    "warm-up from initial values, then linear": lambda t: (
+        0.1 + 1e-3 * min(t, 1000) ** 2 / 2000 + 1e-3 * max(0, t - 1000)
+    ),
+    "saturates": lambda t: 0.1 + 2 * (1 - math.exp(-t / 300)),
+    "decays, then learns again": lambda t: 1 - 0.5 * min(t, 2500) / 2500 + 0.5 * max(0, t - 2500) / 2500,
+    "one value that is broken": lambda t: 100.0 if t == 3000 else 1.0,
+}
+
+
+@pytest.mark.parametrize("every", [1, 10, 50, 300])
+@pytest.mark.parametrize("course", NORMAL)
+def test_a_weight_that_grows_as_a_power_of_the_steps_is_not_warned_of(course, every) -> None:
+    noise = random.Random(0)
+    assert warned_at(lambda step: NORMAL[course](step) * math.exp(noise.gauss(0, 0.05)), sampled(every)) == []
+
+
+@pytest.mark.parametrize("every", [1, 10, 50])
+@pytest.mark.parametrize("before", ["constant", "as a root", "with warm-up from zero", "saturates"])
+@pytest.mark.parametrize("rate", [0.005, 0.02])
+def test_a_weight_that_grows_by_a_factor_a_step_is_warned_of_before_it_is_eight_times_as_large(
+    rate, before, every
+) -> None:
+    begins = 2000
+
+    def amax(step: int) -> float:
+        return NORMAL[before](min(step, begins)) * math.exp(rate * max(0, step - begins))
+
+    (warned, *others) = warned_at(amax, sampled(every, begins + 1000))
+    eightfold = begins + math.log(8) / rate
+    assert begins + math.log(3) / rate < warned < eightfold + 2 * every
+    assert others == []  # but once
+
+
+def test_each_weight_has_its_own_course() -> None:
+    warnings = Warnings(Watchdog())
+    for step in range(8):
+        rows = [row(step, amax=1.0), row(step, amax=100.0, layer="layers.1"), row(step, amax=8.0**step, role="input")]
+        assert warnings.of(rows) == []
+    found = [
+        sentence for step in (8, 9) for sentence in warnings.of([row(step, amax=4.0), row(step, layer="layers.1")])
+    ]
+    assert [sentence.partition(":")[0] for sentence in found] == ["Step 9, weight of layers.0"]
+    assert "4, is 4.0 times as large as its course so far leads to" in found[0]
+
+
+def test_a_weight_of_zeros_has_no_course_until_it_is_learned() -> None:
+    assert warned_at(lambda step: max(0.0, step - 10.0), range(1, 400)) == []
+
+
+def test_the_memory_of_a_course_is_bounded_and_spread_over_the_run() -> None:
+    course = Course()
+    for step in range(10_000):
+        course.growth(1.0 + step)
+    values = course._values
+    assert len(values) <= 65
+    gaps = {after - before for before, after in itertools.pairwise(values)}
+    assert values[0] == 1.0
+    assert values[-1] > 9_500
+    assert len(gaps) == 1
 
 
 def test_a_threshold_of_none_is_never_reached() -> None:
-    rules = Watchdog(saturated=None, flushed=None, outlier_growth=None)
-    assert Warnings(rules).of([row(1), row(2, saturated=1.0, flushed=1.0, outlier=1e9)]) == []
+    rules = Watchdog(saturated=None, flushed=None, weight_growth=None)
+    assert Warnings(rules).of([row(1), row(2, saturated=1.0, flushed=1.0)]) == []
+    assert warned_at(lambda step: 9.0**step, range(20), rules) == []
 
 
 def test_of_many_tensors_the_first_are_named_and_the_others_counted() -> None:
@@ -90,7 +154,7 @@ def test_of_many_tensors_the_first_are_named_and_the_others_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"on_nonfinite": "stop"}, {"saturated": 2.0}, {"flushed": -1}, {"outlier_growth": 0.5}]
+    "options", [{"on_nonfinite": "stop"}, {"saturated": 2.0}, {"flushed": -1}, {"weight_growth": 0.5}]
 )
 def test_a_rule_that_is_none_is_refused(options) -> None:
     with pytest.raises(ValueError, match=f"Watchdog.{next(iter(options))} is .*; use "):

@@ -15,7 +15,7 @@ from fp8booster import FP8Config, FP8Linear, convert_to_fp8, fuse, record
 from fp8booster.config import Activations
 from fp8booster.kernels import code_statistics
 from fp8booster.monitor.scales import ScaleRow
-from fp8booster.monitor.sinks import read_scales
+from fp8booster.monitor.sinks import JsonLines, read_scales
 from fp8booster.monitor.watchdog import Watchdog
 from fp8booster.nn.fused.merged_layers import MergedLayers
 from fp8booster.nn.held_casts import joined, plain_name
@@ -461,19 +461,32 @@ def test_a_bad_step_is_skipped_or_only_warned_of() -> None:
         assert sentence.endswith("skipped." if rule == "skip" else "taken all the same.")
 
 
-def test_an_outlier_channel_is_named_before_the_loss_moves() -> None:
+def grow_a_channel(model: Blocks, step: int) -> None:
+    if step > 10:
+        with torch.no_grad():
+            model.layers[1].weight[:, 7] *= 1.5
+
+
+def test_a_weight_that_grows_is_named_once() -> None:
     model, said = blocks(), []
+    with record(model, every=2, on_warning=said.append):
+        steps(model, 30, lambda step: grow_a_channel(model, step))
+    assert [sentence.partition(":")[0] for sentence in said] == ["Step 16, weight of layers.1"]
+    assert "times as large as its course so far leads to" in said[0]
 
-    def grow(step: int) -> None:
-        if step == 6:
-            with torch.no_grad():
-                model.layers[1].weight[:, 7] *= 200
 
-    # one channel of 32, so that the root mean square grows with it
-    with record(model, every=2, watchdog=Watchdog(outlier_growth=4.0), on_warning=said.append):
-        steps(model, 8, grow)
-    assert [sentence.partition(":")[0] for sentence in said] == ["Step 6, weight of layers.1"]
-    assert "times its root mean square" in said[0]
+def test_a_resumed_recording_goes_on_with_the_courses_of_weights_and_what_was_warned_of(tmp_path) -> None:
+    said: list[str] = []
+    model, path = blocks(), tmp_path / "scales.jsonl"
+    with record(model, every=2, sink=path, on_warning=said.append):
+        steps(model, 13, lambda step: grow_a_channel(model, step))
+    assert said == []
+    for done in (13, 18):
+        # sinks without lines, as one that only sends them, do not hide those of the file
+        sink = [Kept(), JsonLines(path)]
+        with record(model, every=2, sink=sink, done=done, on_warning=said.append):
+            steps(model, 5, lambda step, done=done: grow_a_channel(model, step + done))
+        assert [sentence.partition(":")[0] for sentence in said] == ["Step 16, weight of layers.1"]
 
 
 def test_what_is_no_model_in_fp8_is_refused() -> None:

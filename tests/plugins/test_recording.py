@@ -218,6 +218,27 @@ def test_ranks_skip_a_step_together_though_one_alone_saw_it() -> None:
     assert len(said) == 1
 
 
+def warned_of_growth_on_rank_1() -> list[str]:
+    model, said = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).bfloat16(), []
+    convert_to_fp8(model, CONFIG)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with record(model, every=1, on_warning=said.append):
+        for step in range(1, 16):
+            if step > 8 and dist.get_rank() == 1:
+                with torch.no_grad():
+                    model[1].weight[3] *= 1.5
+            model(torch.randn(16, 32, dtype=torch.bfloat16)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return said
+
+
+def test_rank_0_warns_of_a_weight_that_grows_on_another_rank() -> None:
+    (sentence,), nothing = on_ranks(2, warned_of_growth_on_rank_1)
+    assert "weight of 1: its largest value" in sentence
+    assert nothing == []
+
+
 def norms_under_fsdp2() -> list[bool]:
     model = convert_to_fp8(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), FP8Config(always=True))
     fully_shard(model)
