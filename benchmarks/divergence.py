@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 import math
 import multiprocessing
 import shutil
@@ -42,6 +43,9 @@ from fp8booster.training.optimizers import WarmupCosine
 
 MOVED = 0.1
 """In nats, over the loss of the undisturbed copy at the same step: then a run's loss has moved."""
+
+TEXT = "python"
+"""As `benchmarks.convergence --data`."""
 
 EVALUATED = 10
 """Steps between evaluations."""
@@ -101,7 +105,7 @@ class Learner:
     def __init__(self, setting: Setting, fp8: bool, device: torch.device) -> None:
         self.setting, architecture = setting, MODELS[setting.model]
         job = Job(model="micro", sequence=64, micro_batch=8, held_out=0.01, seed=setting.seed, device=device.type)
-        job = replace(job, tokens=tokens_of("python", "text", job))
+        job = replace(job, tokens=tokens_of(TEXT, "text", job))
         torch.manual_seed(setting.seed)
         self.model: nn.Module = build(architecture.config(64), device=device, dtype=torch.float32)
         if setting.zeros:
@@ -286,6 +290,21 @@ def lead(found: Record, every: int) -> int | None:
     return found["moved"] - warned[0][0] if warned and found["moved"] is not None else None
 
 
+def read_records(file: Path) -> list[Record]:
+    """Return the runs that `--json` wrote."""
+    tables = json.loads(file.read_text())["tables"]
+    return [_with_steps(each) for name in ("disturbed", "undisturbed", "without") for each in tables.get(name, ())]
+
+
+def _with_steps(found: Record) -> Record:
+    """Return a record whose steps are numbers again, which JSON has as text."""
+    found["losses"] = {int(step): loss for step, loss in found["losses"].items()}
+    if found["fp8"]:
+        grown = found["growths"].items()
+        found["growths"] = {name: {int(step): growth for step, growth in each.items()} for name, each in grown}
+    return found
+
+
 def figure_records(records: Sequence[Record]) -> list[Record]:
     """Return, for each figure, its growth in normal runs, and the leads if the threshold were a fifth above that."""
     ours = [each for each in records if each["fp8"]]
@@ -304,12 +323,7 @@ def figure_records(records: Sequence[Record]) -> list[Record]:
 
 def tables(records: Sequence[Record]) -> list[Table]:
     """Show the runs that were disturbed, those that were not, and the figures."""
-    without = {(each["kind"], each["setting"]): each for each in records if not each["fp8"]}
     ours = [each for each in records if each["fp8"]]
-
-    def moved_without(found: Record) -> str:
-        other = without.get((found["kind"], found["setting"]))
-        return "-" if other is None else _or(other["moved"], f"not by {other['steps']}")
 
     def first(found: Record, every: int) -> str:
         warned = found["warned"][str(every)]
@@ -322,7 +336,6 @@ def tables(records: Sequence[Record]) -> list[Table]:
         *(Column(f"warned of, every {each}", lambda r, each=each: first(r, each)) for each in EVERY),
         Column("the loss moved", lambda r: _or(r["moved"], f"not by {r['steps']}")),
         *(Column(f"lead, every {each}", lambda r, each=each: _or(lead(r, each), "-")) for each in EVERY),
-        Column("moved without FP8", moved_without),
         Column("first warning", lambda r: _shown(r["warned"][str(EVERY[0])])),
     ]
     normal = [
@@ -332,6 +345,11 @@ def tables(records: Sequence[Record]) -> list[Table]:
         Column("an outlier over 8 times its first, at step", lambda r: _or(r["former"], "never")),
         Column("largest growth of a weight", lambda r: _largest(r["growths"], "amax of weights")),
         Column("held-out loss", lambda r: f"{r['losses'][max(r['losses'])]:.3f}"),
+    ]
+    without = [
+        Column("disturbance", lambda r: r["kind"] or "none"),
+        Column("run", lambda r: r["setting"]),
+        Column("the loss moved", lambda r: _or(r["moved"], f"not by {r['steps']}")),
     ]
     figures = [
         Column("figure", lambda r: r["figure"]),
@@ -346,6 +364,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
     return [
         Table("disturbed", "Runs that diverge", diverging, disturbed, f"A disturbance grows by {RATE:.1%} a step."),
         Table("undisturbed", "Normal runs", normal, undisturbed),
+        Table("without", "The same runs without FP8", without, [each for each in records if not each["fp8"]]),
         Table("figures", "Figures", figures, figure_records(ours), _FIGURES),
     ]
 
@@ -373,6 +392,10 @@ def _or(number: int | None, otherwise: str) -> str:
 
 
 def main(
+    seed: Annotated[list[int], typer.Option(help="Of the settings to run (default: all); repeat it.")] = [],  # noqa: B006
+    before: Annotated[
+        list[Path], typer.Option(help="What --json wrote for other settings, to show too; repeat it.")
+    ] = [],  # noqa: B006
     at_once: Annotated[int, typer.Option(min=1, help="Settings that run at the same time.")] = 1,
     quick: command.Quick = False,
     folder: command.Folder = None,
@@ -385,6 +408,7 @@ def main(
     work = [(each, tuple(KINDS), True, device) for each in DIVERGING]
     work += [(each, (), True, device) for each in NORMAL]
     work += [(each, tuple(KINDS), False, device) for each in DIVERGING]
+    work = [each for each in work if not seed or each[0].seed in seed]
     if quick:
         work = [(replace(DIVERGING[0], steps=40, start=20), tuple(KINDS), fp8, device) for fp8 in (True, False)]
     head = environment.head(gpu, commit=commit) | {
@@ -393,11 +417,13 @@ def main(
         "the loss has moved": f"held-out loss {MOVED} nats over the undisturbed run's, every {EVALUATED} steps",
         "watchdog": "its defaults",
     }
+    earlier = [each for file in before for each in read_records(file)]
     found: dict[int, list[Record]] = {}
 
     def result() -> Result:
-        records = [each for number in sorted(found) for each in found[number]]
-        left_out = {str(work[number][0]): "not ended" for number in range(len(work)) if number not in found}
+        records = [*earlier, *(each for number in sorted(found) for each in found[number])]
+        waiting = [each for number, each in enumerate(work) if number not in found]
+        left_out = {f"{setting}, {'in' if fp8 else 'without'} FP8": "not ended" for setting, _, fp8, _ in waiting}
         return Result("divergence", "Warnings before a run diverges", head, tables(records), left_out)
 
     with ProcessPoolExecutor(at_once, mp_context=multiprocessing.get_context("spawn")) as pool:
