@@ -93,6 +93,9 @@ class GroupedRow:
     why_one_by_one: str | None
     """Why they run one by one in training, or did for some batches; None where they run grouped, as far as is known."""
 
+    why_one_by_one_in_evaluation: str | None = None
+    """Why they ran one by one for some batches in evaluation, though in training they need not; None: they did not."""
+
 
 @dataclass(frozen=True)
 class LoadRow:
@@ -211,6 +214,10 @@ class Report:
         for reason, count in sorted(ways.items(), key=lambda way: way[0] is not None):
             how = "in grouped products" if reason is None else f"one by one ({reason})"
             line += f", experts of {_counted(count, 'block')} {how}"
+        apart = Counter(block.why_one_by_one_in_evaluation for block in self.grouped if block.why_one_by_one is None)
+        for reason, count in apart.items():
+            if reason is not None:
+                line += f", of {_counted(count, 'block')} one by one for some batches in evaluation ({reason})"
         if self.loads:
             line += f"; the busiest expert of a block had {max(row.busiest for row in self.loads):.1f} times the mean"
             idle, experts = (
@@ -306,7 +313,7 @@ def report(model: nn.Module) -> Report:
             for path, module, name, kept in weights_outside(model, linears)
         ),
         tuple(MergedRow(len(group.layers), group.why_not_merged) for group in groups),
-        tuple(GroupedRow(len(block.experts), block.why_one_by_one) for block in experts),
+        tuple(map(_grouped_row, experts)),
         tuple(LoadRow(name, tokens, _sent(block)) for name, block, tokens in loads_of(model)),
         tuple(name for name, is_dropped in dropped.items() if is_dropped),
         tuple(_counted(count, part) for part, count in _saving_in_8_bits(model, experts).items()),
@@ -363,6 +370,10 @@ def _reads_its_own_tokens(block: nn.Module) -> bool:
     """Tell whether no product of a block reads tokens that ranks gather, which backward does not make again."""
     exchanges = (each.fp8_exchange() for each in block.modules() if isinstance(each, FP8Layer))
     return all(exchange is None or exchange.input_key is None for exchange in exchanges)
+
+
+def _grouped_row(block: GroupedExperts) -> GroupedRow:
+    return GroupedRow(len(block.experts), block.why_one_by_one, block.why_one_by_one_in_evaluation)
 
 
 def _fused_parts(

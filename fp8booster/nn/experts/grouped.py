@@ -31,7 +31,7 @@ from fp8booster.nn.fused.pointwise import Saving, activate
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import held_by_modules
 from fp8booster.nn.weights.casting import Casts
-from fp8booster.nn.weights.freshness import reusable
+from fp8booster.nn.weights.freshness import is_captured, reusable
 
 ONE_BY_ONE_FROM = 1e11
 """Rows times input times output features of a product of one expert, in the mean over experts and products, from which
@@ -48,6 +48,9 @@ Grouped = Callable[
 def _casts(config: FP8Config) -> dict[str, Casts]:
     """Return the casts of the products of experts that compute as one."""
     return {name: Casts.of_layer(config) for name in ("gate_up", "down")}
+
+
+_TRAINING = attrgetter("training")
 
 
 class _Looked(NamedTuple):
@@ -74,7 +77,7 @@ class GroupedExperts:
 
     def __init__(self, experts: Sequence[nn.Module], always: bool = False) -> None:
         self.experts, self._always = tuple(experts), always
-        self._reasons: dict[str, None] = {}
+        self._reasons: dict[bool, dict[str, None]] = {True: {}, False: {}}  # in training, and in evaluation
         self._alike = AlikeExperts(self.experts)
         self._gate_up, self._down = StackCopy(), StackCopy()
         config = next((layer.fp8_config for layer in gate_up_down(experts[0]) if isinstance(layer, FP8Layer)), None)
@@ -97,11 +100,16 @@ class GroupedExperts:
 
         What only a batch shows is known after it.
         """
-        return self._why_never(self._alike.look()) or ", ".join(self._reasons) or None
+        return self._why_never(self._alike.look()) or ", ".join(self._reasons[True]) or None
+
+    @property
+    def why_one_by_one_in_evaluation(self) -> str | None:
+        """Return why the experts ran one by one for some batches in evaluation, though in training they need not."""
+        return ", ".join(self._reasons[False]) or None
 
     def note(self, reason: str) -> None:
         """Let the report give a reason why the experts ran one by one for some batches."""
-        self._reasons[reason] = None
+        self._reasons[self.experts[0].training][reason] = None
 
     @property
     def saves_in_8_bits(self) -> bool:
@@ -158,11 +166,13 @@ class GroupedExperts:
         return self._computed(looked, tokens, RowLayout.of_choices(chosen, len(self.experts)), None, weights)
 
     def _look(self) -> _Looked | None:
-        """Look at the experts as they are now; None: in evaluation and in compiled code they run one by one."""
-        if not all(map(attrgetter("training"), self.experts)) or torch.compiler.is_compiling():
+        """Look at the experts as they are now; None: in compiled code they run one by one."""
+        if torch.compiler.is_compiling():
             return None
         look = self._alike.look()
         reason = self._why_never(look)
+        if len(set(map(_TRAINING, self.experts))) > 1:
+            reason = "some of the experts are in evaluation"
         if reason is None and look.is_transient:
             reason = "the weights are whole only while a layer runs"
         provided = look.is_provided() if reason is None else False
@@ -191,6 +201,9 @@ class GroupedExperts:
         require_fp8(device, config.emulate)
         factors = _joined(weight_gradient_factors, device)
         self._follow(config)
+        casts = self.fp8_casts
+        if not self.experts[0].training:
+            casts = {name: of_product.evaluation for name, of_product in casts.items()}
         count, saving = len(self.experts), Saving(in_8_bits=config.saves_in_8_bits)
 
         def stacked(stack: Stack, casts: Casts, copy: StackCopy) -> StackedLayers:
@@ -200,9 +213,9 @@ class GroupedExperts:
         return run_stacks(
             tokens.to(torch.bfloat16),
             layout,
-            stacked(look.up, self.fp8_casts["gate_up"], self._gate_up),
+            stacked(look.up, casts["gate_up"], self._gate_up),
             partial(activate, gated=True, saving=saving, weights=of_rows),
-            stacked(look.down, self.fp8_casts["down"], self._down),
+            stacked(look.down, casts["down"], self._down),
             layout,
         )
 
@@ -219,11 +232,14 @@ class GroupedExperts:
         self.fp8_casts = {name: casts.under(config) for name, casts in (self.fp8_casts or _casts(config)).items()}
 
     def _why_not(self, look: Look, tokens: torch.Tensor, rows: float) -> str | None:
-        """Return why the experts do not run as one on these tokens, in training, though they can on some."""
+        """Return why the experts do not run as one on these tokens, though they can on some."""
         weight = look.down.weights[0]
         if (reason := why_not_bf16(tokens, weight)) is not None:
             return reason
-        if not reusable(tokens, weight):
+        if torch.is_inference_mode_enabled() and not self.experts[0].training and not weight.is_inference():
+            if is_captured(tokens):
+                return "a graph that is captured"
+        elif not reusable(tokens, weight):
             return "inference mode or a graph that is captured"
         return None if self._always else self._why_slower(look, rows)
 
@@ -235,9 +251,11 @@ class GroupedExperts:
         if rows / count * (2 * gate.numel() + down.numel()) / 2 >= ONE_BY_ONE_FROM:
             return "one by one is faster for so many tokens"
         always = layer.fp8_weight.always
-        if pays(layer.fp8_config, count, rows, (inputs, 2 * outputs), down.device, always=always):
+        # in evaluation few tokens need few of the experts, and a product reads all
+        paying = count if self.experts[0].training else 0
+        if pays(layer.fp8_config, paying, rows, (inputs, 2 * outputs), down.device, always=always):
             return None
-        return "too few tokens for so few experts"
+        return "too few tokens for so few experts" if paying else "too few tokens"
 
     def _why_never(self, look: Look) -> str | None:
         """Return why the experts, as they are, cannot run as one on any tokens."""

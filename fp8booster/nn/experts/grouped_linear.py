@@ -71,9 +71,11 @@ def cast_experts(weights: Sequence[torch.Tensor], casts: Casts) -> GroupedWeight
 
     Args:
         weights: [..., K], BF16, FP16 or FP32, which make [G * N, K]; N and K are multiples of 16.
-        casts: of the layers that are one product; their configuration tells whether the transpose is made now.
+        casts: of the layers that are one product; their configuration tells whether the transpose is made now, which
+            evaluation without gradients does not read.
     """
-    return under_one_scale(casts.quantize_stack(weights, transposed=casts.config.keeps_transposes))
+    is_read = casts.in_training or torch.is_grad_enabled()
+    return under_one_scale(casts.quantize_stack(weights, transposed=is_read and casts.config.keeps_transposes))
 
 
 def under_one_scale(cast: QuantizedMatrix, is_transposed: bool = False) -> GroupedWeight:

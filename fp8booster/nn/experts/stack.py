@@ -154,6 +154,13 @@ class StackCopy:
             casts: of the layers as one.
             provided: an engine gives their FP8 weights.
         """
+        if torch.is_inference_mode_enabled():
+            # what is cast here may be read by a forward that autograd sees
+            with torch.inference_mode(False), torch.no_grad():
+                return self._get(stack, experts, casts, provided)
+        return self._get(stack, experts, casts, provided)
+
+    def _get(self, stack: Stack, experts: int, casts: Casts, provided: bool) -> GroupedWeight:
         weights, parts = stack.weights, _provided(stack, casts) if provided else None
         if self._views is not None:
             # an engine writes the weights of each step to the same memory
@@ -161,7 +168,7 @@ class StackCopy:
                 return self._views[1]
             self._views = None
         # an engine may begin to provide weights between two steps, and then their scales are others
-        key = casts.config, provided
+        key = casts.config, casts.in_training, provided
         quantized = self._copy.get(weights, key)
         if quantized is not None:
             return quantized

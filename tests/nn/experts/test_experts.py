@@ -420,18 +420,25 @@ def test_what_a_graph_captures_and_inference_mode_are_left_to_the_layers(how: st
     fp8, counts = experts(), COUNTS["even"]
     grouped = GroupedExperts(fp8)
     if how == "capture":
-        monkeypatch.setattr(freshness, "is_captured", lambda *_: True)
+        for each in (freshness, module):
+            monkeypatch.setattr(each, "is_captured", lambda *_: True)
     with torch.inference_mode(how == "inference mode"):
         assert grouped(tokens(counts), copied(counts)) is None
     assert grouped.why_one_by_one == "inference mode or a graph that is captured"
     assert grouped._down.made is None
+    if how == "capture":
+        with torch.inference_mode():
+            assert grouped.of_others(fp8.eval())(tokens(counts), copied(counts)) is None
 
 
 @pytest.mark.parametrize("broken", range(3))
 def test_experts_of_which_one_evaluates_run_one_by_one(broken: int) -> None:
     fp8, counts = experts(), COUNTS["even"]
     fp8[broken].eval()
-    assert GroupedExperts(fp8)(tokens(counts), copied(counts)) is None
+    grouped = GroupedExperts(fp8)
+    assert grouped(tokens(counts), copied(counts)) is None
+    reasons = grouped.why_one_by_one, grouped.why_one_by_one_in_evaluation
+    assert set(reasons) == {None, "some of the experts are in evaluation"}
 
 
 def test_factors_of_each_expert_multiply_the_gradients_of_its_weights_alone() -> None:
@@ -455,11 +462,48 @@ def test_weights_that_are_whole_only_in_their_layers_stay_there() -> None:
     assert grouped.why_one_by_one == "the weights are whole only while a layer runs"
 
 
-def test_in_evaluation_experts_run_one_by_one_and_nothing_is_wrong_with_that() -> None:
-    fp8 = experts().eval()
-    grouped = GroupedExperts(fp8)
-    assert grouped(tokens(COUNTS["even"]), COUNTS["even"]) is None
-    assert grouped.why_one_by_one is None
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_in_evaluation_experts_are_grouped_and_give_what_they_give_in_training(mode: Callable) -> None:
+    fp8 = experts()
+    expected = results(fp8, COUNTS["ragged"], GroupedExperts(fp8))
+    grouped = GroupedExperts(fp8.eval())
+    for _ in range(2):
+        with mode():
+            y = run_experts(tokens(COUNTS["ragged"]), copied(COUNTS["ragged"]), fp8, None, grouped)
+        assert torch.equal(y, expected[0].bfloat16())
+    # transposes are what backward reads
+    assert (grouped._down.made.transpose.numel() > 0) == (mode is torch.enable_grad)
+    assert_same(results(fp8, COUNTS["ragged"], grouped), expected)
+    assert grouped.why_one_by_one is grouped.why_one_by_one_in_evaluation is None
+
+
+def test_values_that_were_written_unseen_are_read_after_a_call_of_eval() -> None:
+    fp8 = experts()
+    grouped = GroupedExperts(fp8.eval())
+    with torch.no_grad():
+        before = grouped(tokens(COUNTS["even"]), copied(COUNTS["even"]))
+        fp8[0].w2.weight.data.mul_(2)
+        fp8.eval()
+        after = grouped(tokens(COUNTS["even"]), copied(COUNTS["even"]))
+        assert not torch.equal(before, after)
+        assert torch.equal(after, GroupedExperts(fp8)(tokens(COUNTS["even"]), copied(COUNTS["even"])))
+
+
+def test_few_tokens_in_evaluation_run_one_by_one_as_the_report_says(monkeypatch) -> None:
+    monkeypatch.setattr(stack, "computes_in_fp8", lambda config, rows, *_: rows > 10)
+    monkeypatch.setattr(stack, "EXPERTS_THAT_PAY", EXPERTS)
+    fp8 = experts()
+    fp8.grouped = GroupedExperts(fp8)
+    few = [[1, 0, 2, 0]]
+    assert fp8.grouped(tokens(few), copied(few)) is not None
+    fp8.eval()
+    assert fp8.grouped(tokens(COUNTS["even"]), copied(COUNTS["even"])) is not None
+    assert fp8.grouped(tokens(few), copied(few)) is None
+    (row,) = report(fp8).grouped
+    assert (row.why_one_by_one, row.why_one_by_one_in_evaluation) == (None, "too few tokens")
+    assert "experts of 1 block in grouped products, of 1 block one by one for some batches in evaluation (too few" in (
+        report(fp8).summary()
+    )
 
 
 def test_the_report_knows_what_is_grouped() -> None:
