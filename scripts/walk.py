@@ -122,6 +122,7 @@ def walk_lone_layer() -> dict[str, Walk]:
     """Walk forward and backward of one FP8Linear in training."""
     model = nn.Sequential(nn.Linear(256, 256, bias=False, dtype=torch.bfloat16))
     convert_to_fp8(model, FP8Config(always=True))
+    torch.optim.SGD(model.parameters()).step()  # until the first, weights are cast after each backward
     for _ in range(2):
         input = torch.randn(64, 256, dtype=torch.bfloat16, requires_grad=True)
         forward, backward = Walk(), Walk()
@@ -146,6 +147,7 @@ def walk_merged_layers() -> dict[str, Walk]:
     model = LlamaForCausalLM(sizes).bfloat16()
     convert_to_fp8(model, FP8Config(always=True))
     fuse(model)
+    torch.optim.SGD(model.parameters()).step()
     tokens = torch.randint(512, (1, 64))
     for _ in range(2):
         merged = Walk()

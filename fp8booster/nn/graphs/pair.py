@@ -14,6 +14,7 @@ from fp8booster.nn.graphs.recorder import Memory, Recorder
 from fp8booster.nn.graphs.static_call import StaticCall, rebuild
 from fp8booster.nn.linear.functional import once_differentiable
 from fp8booster.nn.weights.pinned import Pinned, Use, copies_are_held
+from fp8booster.scaling.steps import Steps
 
 
 class Moved(Exception):
@@ -102,6 +103,7 @@ class GraphPair:
         finally:
             self._call.end()
         self._ticket: weakref.ref[_Ticket] | None = None
+        self._steps = Steps.count
         _LIVE.add(self)
 
     def _capture(self, copies_gradients: bool) -> None:
@@ -212,6 +214,8 @@ class GraphPair:
                 "a weight needed for gradient computation has been modified by an inplace operation: an optimizer "
                 "stepped between this forward and its backward; run backward before the step"
             )
+        if Steps.count == self._steps:  # as a cast counts it, whose Python no replay runs
+            Steps.backwards += 1
         self._record.follow_stream()
         # a forward could have run eagerly instead, but backward must be of the graphs that hold its values
         for other in self._memory.later_ones(self):

@@ -13,7 +13,8 @@ import torch
 from fp8booster.config import FP8Config
 from fp8booster.nn.weights.delivered import AMAX, delivered_amax
 from fp8booster.nn.weights.stacking import are_stacked, stack_rows
-from fp8booster.scaling import WEIGHT, RealTime, State
+from fp8booster.scaling import OUTPUT_GRADIENT, WEIGHT, RealTime, State
+from fp8booster.scaling.steps import Steps
 from fp8booster.tensor import QuantizedMatrix
 
 Observer = Callable[[str, torch.Tensor, QuantizedMatrix], None]
@@ -39,6 +40,8 @@ class Casts:
         self.scaling = config.scaling.without_state if self.state is None else config.scaling
         self.by_channel = self.state is not None and self.state.by_channel
         """As `State.by_channel`."""
+
+        self._steps = Steps.count
 
         self.observers: list[Observer] = []
         """Called after each cast by `quantize`."""
@@ -117,6 +120,9 @@ class Casts:
                 f"{type(self.scaling).__name__}.cast returns a {type(made).__name__}; return an "
                 "fp8booster.tensor.QuantizedMatrix"
             )
+        # compiled code casts weights at every call
+        if role == OUTPUT_GRADIENT and not torch.compiler.is_compiling() and Steps.count == self._steps:
+            Steps.backwards += 1
         for observe in self.observers:
             observe(role, tensor, made)
         return made

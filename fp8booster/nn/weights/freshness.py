@@ -7,9 +7,13 @@ tensor, but not those made through `.data`, as optimizers over sharded or flat p
 steps sees these. A step that was captured into a CUDA graph runs no hook when it is replayed: from then on every
 replay counts.
 
-A change through `.data` between two steps, made by hand, is seen by none of these, nor is one that a replayed graph
-makes without a step. The next call of `eval()`, or of `train()` after it, makes the copies of a layer's weight stale,
-for averages of weights are written so before it (`look_again`); else call `forget_weights(model)` after such a change.
+Where no optimizer of torch has stepped since a layer was made, a loop or a class of the user's own may write weights
+through `.data`, or backward itself, as with LOMO: there each backward of the layer counts as a step.
+
+Else a change through `.data` between two steps, made by hand, is seen by none of these, nor is one that a replayed
+graph makes without a step. The next call of `eval()`, or of `train()` after it, makes the copies of a layer's weight
+stale, for averages of weights are written so before it (`look_again`); else call `forget_weights(model)` after such a
+change.
 
 A step makes every copy stale, so it frees them all: between a step and the next forward FP8 weights that are cast once
 a step take no memory.
@@ -41,7 +45,7 @@ from torch.utils._pytree import tree_leaves
 from fp8booster.kernels.device import current_stream
 from fp8booster.nn.weights.pinned import Copies, copies_held
 from fp8booster.optim.one_pass import COUNTS_STEPS
-from fp8booster.scaling.steps import note_step
+from fp8booster.scaling.steps import Steps, note_step
 
 
 class _Changes:
@@ -149,7 +153,7 @@ def weight_states(weights: Sequence[torch.Tensor]) -> list[tuple]:
     """Return the `weight_state` of each of some weights of one device."""
     # another stream casts anew rather than read a copy that this one may not have finished
     stream = current_stream(weights[0]) if weights and weights[0].is_cuda else None
-    count = _Changes.count
+    count = _Changes.count + Steps.backwards
     return [(each.data_ptr(), each._version, getattr(each, LOOKS, 0), each.dtype, count, stream) for each in weights]
 
 

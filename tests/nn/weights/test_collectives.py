@@ -155,6 +155,7 @@ def test_gradients_that_ranks_reduce_leave_weights_fresh() -> None:
     wrapped = DistributedDataParallel(model)
     x = torch.randn(16, 64)
     wrapped(x).sum().backward()
+    torch.optim.SGD(model.parameters()).step()  # until the first, each backward counts as one
     before = [weight_state(layer.weight) for layer in model]
     for _ in range(2):
         wrapped(x).sum().backward()

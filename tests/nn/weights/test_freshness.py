@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
-from fp8booster import FP8Linear, fp8_linear
+from fp8booster import FP8Config, FP8Linear, convert_to_fp8, fp8_linear
 from fp8booster.nn.weights import freshness
 from fp8booster.nn.weights.pinned import copies_are_held
 from fp8booster.scaling.steps import optimizer_steps
@@ -34,6 +36,49 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> type:
 def step(layer: FP8Linear) -> None:
     layer.weight.grad = torch.ones_like(layer.weight)
     torch.optim.SGD(layer.parameters(), lr=1.0).step()
+
+
+class ByHand:
+    """Steps without torch's optimizers: writes through `.data`, keeps states by the ids of parameters."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.parameters, self.moments = list(parameters), dict[int, torch.Tensor]()
+
+    def step(self) -> None:
+        for parameter in self.parameters:
+            moment = self.moments.setdefault(id(parameter), torch.zeros_like(parameter.data))
+            parameter.data.add_(moment.mul_(0.9).add_(parameter.grad.data), alpha=-0.1)
+            parameter.grad.zero_()
+
+
+def write_in_backward(parameters: Iterable[nn.Parameter]) -> None:
+    """As LOMO does."""
+
+    def update(parameter: nn.Parameter) -> None:
+        parameter.data.add_(parameter.grad, alpha=-0.1)
+        parameter.grad = None
+
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(update)
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("config", [FP8Config(), FP8Config(scaling="rowwise")])
+def test_weights_that_no_optimizer_of_torch_writes_are_cast_at_each_step(config: FP8Config, in_backward: bool) -> None:
+    step(FP8Linear(48, 32, bias=False))  # an optimizer that stepped before the model was made is not the model's
+    model = convert_to_fp8(nn.Sequential(nn.Linear(48, 32), nn.Tanh(), nn.Linear(32, 16, bias=False)), config)
+    by_hand = None if in_backward else ByHand(model.parameters())
+    if in_backward:
+        write_in_backward(model.parameters())
+    x = torch.randn(16, 48)
+    for _ in range(3):
+        first, last = model[0], model[2]
+        outputs = model(x)
+        hidden = torch.tanh(fp8_linear(x, first.weight, first.bias, config=config))
+        assert torch.equal(outputs, fp8_linear(hidden, last.weight, config=config))
+        outputs.square().sum().backward()
+        if by_hand is not None:
+            by_hand.step()
 
 
 def test_each_replay_of_a_step_that_was_captured_makes_weights_stale(graphs, monkeypatch) -> None:
