@@ -181,8 +181,9 @@ class FP8GeminiDDP(GatheringGeminiDDP):
         """
         parameter._gemini_reduced = True
         self.trained_since_step.add(parameter)
-        # autograd checks the shape of what a hook returns, and would keep a real gradient beside the chunk
-        placeholder = torch.empty_like(gradient)
+        # Autograd checks the shape of what a hook returns, and would keep a real gradient beside the chunk. Contiguous,
+        # as the gradient may not be: what lies otherwise than the parameter is copied, and there is nothing to read.
+        placeholder = torch.empty_like(gradient, memory_format=torch.contiguous_format)
         take_memory(placeholder)
         # Gemini gathers what a torch function reads, and this chunk is about to be released
         with torch._C.DisableTorchFunction():
