@@ -17,6 +17,7 @@ from fp8booster.nn.experts.fp8_rows import FP8Rows, packed, received_rows, with_
 from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.experts.parallel import blocks_to_spread, spread_experts
 from fp8booster.nn.experts.spread import AS_CAST, IN_16_BITS, Spread
+from fp8booster.nn.held_casts import held_casts
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.scaling import INPUT, Constant, Delayed, RealTime
 from fp8booster.tensor import QuantizedMatrix
@@ -190,6 +191,20 @@ def test_bytes_of_tokens_are_counted_as_they_are_sent() -> None:
     back = Encoding().even(rows * HIDDEN).bytes
     assert row.raw_bytes == 2 * rows * HIDDEN * 2
     assert row.wire_bytes == rows * HIDDEN + back
+
+
+@ranks(2)
+def test_who_observes_the_first_product_sees_one_cast_of_the_tokens() -> None:
+    block = block_of(config_of(), 2)
+    x, *choice = call_of(dist.get_rank())
+    # of a list of experts as one product, or of a parameter
+    held = {each.name.rpartition(".")[2]: each.get() for each in held_casts(block) if each.part is not None}
+    first = held["gate_up"] if "gate_up" in held else held["gate_up_proj"]
+    seen: list[tuple[str, torch.Size]] = []
+    assert first is not None
+    first.observers.append(lambda role, tensor, made: seen.append((role, tensor.shape)))
+    mix(block, x.requires_grad_(), *choice).sum().backward()
+    assert [each for each in seen if each[0] == INPUT] == [(INPUT, x.shape)]
 
 
 @ranks(2)
