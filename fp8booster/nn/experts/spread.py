@@ -76,18 +76,17 @@ class _Loads(NamedTuple):
     of_copies: HostCopy | None
     """Those of all ranks that hold these experts, [1]; None: there are no others."""
 
-    told: HostCopy | None
-    """What each rank tells with its counts, [ranks, 1]: the bits of its amax, or `_NO_CAST`. None: nothing."""
+    told: HostCopy
+    """What each rank tells with its counts, [ranks, 1]: the bits of its amax, or `_NO_CAST`; [ranks, 0]: nothing."""
 
     def amax(self) -> torch.Tensor:
         """Return the largest that ranks have told, float32 []."""
-        assert self.told is not None
         # the bits of numbers from zero to infinity, and NaN, have the order of the numbers
         return self.told.on_device.amax().to(torch.int32).view(torch.float32)
 
     def all_cast(self) -> bool:
-        """Tell whether all ranks cast their tokens; the host waits."""
-        return self.told is not None and all(number != _NO_CAST for (number,) in self.told.tolist())
+        """Tell whether all ranks cast their tokens, where this one does; the host waits."""
+        return all(number != _NO_CAST for told in self.told.tolist() for number in told)
 
 
 _NO_CAST = -1
@@ -235,8 +234,7 @@ class Spread:
             rows = arriving[:, : self.held].sum().view(1)
             dist.all_reduce(rows, group=self.copies)
             of_copies = HostCopy(rows)  # of its own: the rows need not wait for it before they are sent
-        others = copy.part(1, slice(self.held, None)) if tells else None
-        return _Loads(copy.part(0, held), copy.part(1, held), of_copies, others)
+        return _Loads(copy.part(0, held), copy.part(1, held), of_copies, copy.part(1, slice(self.held, None)))
 
     def _sizes(self, loads: _Loads, rows: int) -> _Sizes:
         """Wait for the sizes of messages; where there are no other ranks, so many rows stay here."""
