@@ -4,8 +4,8 @@
 #   scripts/two_nodes.sh [--rate 1gbit] [--per-node 2] WHAT TORCHRUN TAKES
 #   scripts/two_nodes.sh --rate 1gbit -m fp8booster train --model tiny --steps 20 --out runs/two-nodes
 #
-# --rate limits what each interface sends, --per-node is how many processes a node starts (1). Says at the end what each
-# interface sent. Ends with 77 where namespaces are not permitted, else with the status of the node that failed first.
+# --rate limits what each interface sends, --per-node is how many processes a node starts (1); "2,1" gives the second
+# another number. Says at the end what each interface sent. Ends with 77 where namespaces are not permitted, else with the status of the node that failed first.
 set -euo pipefail
 
 rate=
@@ -17,6 +17,7 @@ while [ $# -gt 0 ]; do
     *) break ;;
   esac
 done
+processes_of=("${per_node%,*}" "${per_node#*,}")
 [ $# -gt 0 ] || { echo "error: give what torchrun shall start, such as -m fp8booster train" >&2; exit 2; }
 for tool in ip ${rate:+tc} torchrun; do
   command -v "$tool" >/dev/null || { echo "cannot run here: $tool is not installed" >&2; exit 77; }
@@ -55,7 +56,7 @@ done
 for number in 0 1; do
   is_host=$([ "$number" = 0 ] && echo true || echo false)
   GLOO_SOCKET_IFNAME=eth0 ip netns exec "${nodes[$number]}" torchrun \
-    --nnodes 2 --nproc-per-node "$per_node" --local-addr "${address[$number]}" \
+    --nnodes 2 --nproc-per-node "${processes_of[$number]}" --local-addr "${address[$number]}" \
     --rdzv-id two-nodes --rdzv-backend c10d --rdzv-endpoint "${address[0]}:29500" --rdzv-conf "is_host=$is_host" \
     "$@" &
   processes+=($!)

@@ -20,7 +20,7 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "two_nodes.sh"
 NOT_PERMITTED = 77
 
 
-def on_two_nodes(*arguments: str) -> str:
+def on_two_nodes(*arguments: str, fails: bool = False) -> str:
     """What both nodes said; skips the test where network namespaces are not permitted."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     process = subprocess.run(
@@ -34,7 +34,7 @@ def on_two_nodes(*arguments: str) -> str:
     )
     if process.returncode == NOT_PERMITTED:
         pytest.skip(process.stdout.strip())
-    assert process.returncode == 0, process.stdout
+    assert (process.returncode != 0) is fails, process.stdout
     return process.stdout
 
 
@@ -43,7 +43,7 @@ def test_the_network_carries_half_the_bytes_with_fp8_on_the_wire(tmp_path: Path)
     on_two_nodes("-m", "benchmarks.nodes", "--steps", "2", "--warmup", "1", "--json", str(file))
     found = json.loads(file.read_text())
     assert found["head"]["topology class"] == "between nodes"
-    plain, in_16_bits, in_fp8 = found["tables"]["nodes"]
+    plain, in_16_bits, in_fp8 = found["tables"]["zero"]
     assert plain["variant"] == "BF16"
     assert in_fp8["bytes_ratio"] < 0.5
     # what is counted leaves the node, with headers of a few per cent
@@ -66,8 +66,26 @@ def test_links_are_measured_between_nodes_and_decide_in_training(tmp_path: Path,
     on_two_nodes("-m", "benchmarks.nodes", "--steps", "1", "--warmup", "1", "--json", str(file))
     found = json.loads(file.read_text())
     assert found["head"]["sizes from which FP8 is sent"].startswith("measured ")
-    _, in_16_bits, in_fp8 = found["tables"]["nodes"]
+    _, in_16_bits, in_fp8 = found["tables"]["zero"]
     assert in_fp8["interface_bytes"] > 0.7 * in_16_bits["interface_bytes"]
+
+
+def test_nodes_of_different_sizes_send_fp8_and_are_not_measured(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import torch, torch.distributed as dist\n"
+        "from fp8booster import comm\n"
+        "dist.init_process_group('gloo')\n"
+        "values = torch.full((4096,), dist.get_rank() + 1.0)\n"
+        "comm.all_reduce(values)\n"
+        "assert torch.equal(values, torch.full((4096,), 6.0)), values\n"
+        "row = comm.statistics()['all_reduce']\n"
+        "print(f'{row.calls} call, {sum(row.uncompressed.values())} in 16 bits')\n"
+        "dist.destroy_process_group()\n"
+    )
+    assert on_two_nodes("--per-node", "2,1", str(program)).count("1 call, 0 in 16 bits") == 3
+    said = on_two_nodes("--per-node", "2,1", "-m", "fp8booster", "doctor", "--nodes", fails=True)
+    assert "nodes have 1 and 2 ranks; start as many on each" in " ".join(said.split())
 
 
 def test_the_command_trains_in_both_precisions(tmp_path: Path) -> None:
