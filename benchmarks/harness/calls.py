@@ -75,6 +75,8 @@ def idle_gpu() -> Iterator[None]:
         (torch.Tensor, "is_cpu"): False,
         (torch.Tensor, "record_stream"): lambda tensor, stream: None,
         (torch.cuda, "is_current_stream_capturing"): lambda: False,
+        (torch.cuda, "current_stream"): lambda device=None: None,
+        (torch.cuda, "Event"): _Event,
         (torch._C, "_cuda_getCurrentRawStream"): lambda device: 0,
     }
     with ExitStack() as stack:
@@ -82,6 +84,16 @@ def idle_gpu() -> Iterator[None]:
         for (owner, name), value in places.items():
             stack.enter_context(patch.object(owner, name, value, create=True))
         yield
+
+
+class _Event:
+    """Stands for an event on a stream."""
+
+    def record(self, stream: Any = None) -> None:
+        """Mark nothing."""
+
+    def synchronize(self) -> None:
+        """Wait for nothing."""
 
 
 class _Compiled:

@@ -29,6 +29,7 @@ from fp8booster.kernels.scales import amaxes_of, scale_of
 from fp8booster.kernels.shard_cast import cast_shards
 from fp8booster.nn.fused.merged_layers import MergedLayers
 from fp8booster.nn.weights.casting import Casts
+from fp8booster.nn.weights.engine import fill_all
 from fp8booster.nn.weights.source import WeightSource
 from fp8booster.tensor import QuantizedMatrix
 
@@ -99,6 +100,17 @@ class Filled(NamedTuple):
         return self.source.is_provided(self.weights)
 
 
+def fill_layers(filled: Sequence[Filled], ready: torch.cuda.Event | None = None) -> None:
+    """Hand layers, of one group or of many, what was gathered; `ready` as in `WeightSource.fill`."""
+    for holder, source, _, _ in filled:
+        if holder.fp8_weight is not source:  # converted again since
+            holder.fp8_weight = source
+    if filled:
+        # layers must not read the bytes before the gather that `ready` marks
+        _, sources, weights, quantized = zip(*filled, strict=True)
+        fill_all(sources, weights, quantized, ready)
+
+
 @dataclass(eq=False)
 class ScaleGroup:
     """Weights under one scale: those of layers that are multiplied as one, stacked by rows, or a lone one."""
@@ -138,11 +150,7 @@ class ScaleGroup:
 
     def fill(self, ready: torch.cuda.Event | None = None) -> None:
         """Hand the layers what was gathered; `ready` as in `WeightSource.fill`."""
-        for holder, source, weights, quantized in self.filled:
-            if holder.fp8_weight is not source:  # converted again since
-                holder.fp8_weight = source
-            # the layer must not read the bytes before the gather that `ready` marks
-            source.fill(weights, quantized, ready)
+        fill_layers(self.filled, ready)
 
     def forget(self) -> None:
         """Take from the layers what they were filled with, and refer to its memory no longer."""

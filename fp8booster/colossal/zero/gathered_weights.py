@@ -36,7 +36,16 @@ from fp8booster.nn.experts.grouped import grouped_experts
 from fp8booster.nn.fused.merged_layers import MergedLayers, merged_layers
 from fp8booster.nn.linear.layer import FP8Layer, restore_weight
 from fp8booster.nn.modules import count_readers
-from fp8booster.nn.sharding import NOT_FP8, Filled, ScaleGroup, ShardedCast, WeightHolder, scale_groups, why_not_cast
+from fp8booster.nn.sharding import (
+    NOT_FP8,
+    Filled,
+    ScaleGroup,
+    ShardedCast,
+    WeightHolder,
+    fill_layers,
+    scale_groups,
+    why_not_cast,
+)
 from fp8booster.nn.weights.engine import EngineWeight
 from fp8booster.nn.weights.memory import fits
 from fp8booster.tensor import QuantizedMatrix
@@ -397,8 +406,7 @@ class GatheredWeights:
         if self._stream is not None:
             self._ready = self._stream.record_event()
         # each as soon as it is there: layers must not wait for later batches
-        for group in batch.groups:
-            group.fill(self._ready)
+        fill_layers([filled for group in batch.groups for filled in group.filled], self._ready)
 
     def _release(self, gathered: GatheredWeight) -> None:
         """Give back the memory of a weight in 16 bits; who finds it among the parameters sees NaN."""

@@ -10,7 +10,7 @@ import torch
 
 from fp8booster.kernels.shard_cast import unpack
 from fp8booster.nn.weights.casting import Casts
-from fp8booster.nn.weights.freshness import LOOKS
+from fp8booster.nn.weights.freshness import LOOKS, held_copies
 from fp8booster.nn.weights.pinned import Copies, Pinned, Record, Use, collected, copies_held
 from fp8booster.nn.weights.source import CachedWeight, WeightSource
 from fp8booster.nn.weights.stacking import as_matrix
@@ -57,10 +57,7 @@ class EngineWeight(CachedWeight):
     def fill(
         self, weights: Sequence[torch.Tensor], quantized: QuantizedMatrix, ready: torch.cuda.Event | None = None
     ) -> None:
-        self._copy.forget()
-        self._filled, self._ready = quantized, ready
-        # who writes to the weights from now on is seen by their places, and then they are compared
-        self._seen_at, self._is_right, self._noted = _places(weights), True, None
+        fill_all([self], [weights], [quantized], ready)
 
     def forward(self, weights: Sequence[torch.Tensor], casts: Casts, *, transpose: bool) -> QuantizedMatrix:
         # a capture has other leaves for the weights
@@ -169,6 +166,38 @@ class _PinnedFilling:
         return () if filled is None else (filled.data._version,)
 
 
+def fill_all(
+    sources: Sequence[WeightSource],
+    weights: Sequence[Sequence[torch.Tensor]],
+    quantized: Sequence[QuantizedMatrix],
+    ready: torch.cuda.Event | None = None,
+) -> None:
+    """Fill each source as `WeightSource.fill` does; of hundreds of experts Python calls nothing for each.
+
+    Args:
+        sources: to fill.
+        weights: of each, what it stands for.
+        quantized: of each.
+        ready: as in `WeightSource.fill`.
+    """
+    flat = list(chain.from_iterable(weights))
+    places, count, begin = _places(flat), len(flat), 0
+    filled = []
+    for source, of_source, matrix in zip(sources, weights, quantized, strict=True):
+        end = begin + len(of_source)
+        if isinstance(source, EngineWeight):
+            source._filled, source._ready, source._is_right, source._noted = matrix, ready, True, None
+            # who writes to the weights from now on is seen by their places, and then they are compared
+            kinds = places[begin:end], places[count + begin : count + end], places[2 * count + begin : 2 * count + end]
+            source._seen_at = [*kinds[0], *kinds[1], *kinds[2]]
+            filled.append(source._copy)
+        else:
+            source.fill(of_source, matrix, ready)
+        begin = end
+    for copy in held_copies(filled):
+        copy.forget()
+
+
 def all_filled(sources: Sequence[WeightSource], weights: Sequence[torch.Tensor]) -> list[QuantizedMatrix] | None:
     """Return what an engine made of each weight, where one look at all shows that every weight has these values still.
 
@@ -181,7 +210,7 @@ def all_filled(sources: Sequence[WeightSource], weights: Sequence[torch.Tensor])
     Returns:
         None: ask each source.
     """
-    filled = [source for source in sources if type(source) is EngineWeight]
+    filled = [source for source in sources if isinstance(source, EngineWeight)]
     if len(filled) < len(sources) or not all(map(_IS_RIGHT, filled)):
         return None
     # each was seen as `_places` gives it of one weight: three numbers

@@ -263,3 +263,8 @@ class FreshCopy(Generic[Made]):
     def forget(self) -> None:
         """Free the copy."""
         self._content = None
+
+
+def held_copies(copies: Sequence[FreshCopy[Made]]) -> list[FreshCopy[Made]]:
+    """Return those that hold something, fresh or not."""
+    return [copy for copy in copies if copy._content is not None]
