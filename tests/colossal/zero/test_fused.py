@@ -10,8 +10,8 @@ from fp8booster.colossal.zero import gathered_weights
 from fp8booster.colossal.zero.gathered_weights import WeightBatch
 from fp8booster.kernels.cast import cast
 from fp8booster.nn.fused.merged_layers import MergedLayers, merged_layers
+from fp8booster.nn.sharding import Filled
 from fp8booster.nn.weights.casting import Casts
-from fp8booster.nn.weights.engine import EngineWeight
 from tests.colossal.zero.runs import CLOSE, assert_same_on_all_ranks, batch, gathered, masters, names, wire
 from tests.distributed import ranks
 from tests.nn.reference import count_calls
@@ -30,11 +30,11 @@ def whole_masters(run: Boosted, layers: MergedLayers) -> torch.Tensor:
 @ranks(2)
 def test_merged_layers_wait_for_their_own_weights_alone() -> None:
     run = boost(wire(fp8_config=FUSED))
-    order, batches, fill, unpack = [], [], EngineWeight.fill, WeightBatch.unpack
+    order, batches, fill, unpack = [], [], gathered_weights.fill_layers, WeightBatch.unpack
 
-    def note_fill(source: EngineWeight, *arguments: object) -> None:
-        order.append(source)
-        fill(source, *arguments)
+    def note_fill(filled: list[Filled], *arguments: object) -> None:
+        order.extend(each.source for each in filled)
+        fill(filled, *arguments)
 
     def note_unpack(batch: WeightBatch) -> None:
         order.extend(gathered.layer for gathered in batch.weights)
@@ -42,7 +42,7 @@ def test_merged_layers_wait_for_their_own_weights_alone() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gathered_weights, "BATCH_BYTES", 1)  # a batch a weight
-        patch.setattr(EngineWeight, "fill", note_fill)
+        patch.setattr(gathered_weights, "fill_layers", note_fill)
         patch.setattr(WeightBatch, "unpack", note_unpack)
         train(run, steps=1)
     for group in merged_layers(run.model.unwrap()):
