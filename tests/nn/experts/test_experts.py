@@ -113,6 +113,36 @@ def test_grouped_experts_compute_what_they_compute_one_by_one(counts, way, make,
         assert gradient.any() == other.any()
 
 
+def test_gradients_of_a_stack_are_views_of_one_product() -> None:
+    fp8 = experts()
+    results(fp8, COUNTS["ragged"], GroupedExperts(fp8))
+    for of_expert in (("w1", "w3"), ("w2",)):
+        gradients = [getattr(expert, name).weight.grad for expert in fp8 for name in of_expert]
+        places = [gradient.data_ptr() for gradient in gradients]
+        assert [place - places[0] for place in places] == [
+            number * gradients[0].nbytes for number in range(len(places))
+        ]
+        assert len({gradient.untyped_storage().data_ptr() for gradient in gradients}) == 1
+
+
+def test_one_frozen_expert_gets_no_gradient_and_changes_no_other() -> None:
+    fp8 = experts()
+    expected = results(fp8, COUNTS["ragged"], GroupedExperts(fp8))
+    fp8.zero_grad()
+    frozen = list(fp8[1].parameters())
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    x = tokens(COUNTS["ragged"]).requires_grad_()
+    grouped = GroupedExperts(fp8)
+    y = run_experts(x, copied(COUNTS["ragged"]), fp8, None, grouped)
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y.dtype))
+    assert grouped.why_one_by_one is None
+    assert all(parameter.grad is None for parameter in frozen)
+    found = [None if each.grad is None else each.grad.float() for each in fp8.parameters()]
+    for gradient, other in zip(found, expected[2:], strict=True):
+        assert gradient is None or torch.equal(gradient, other)
+
+
 def test_without_any_token_every_gradient_is_zero() -> None:
     fp8 = experts()
     grouped = GroupedExperts(fp8)
