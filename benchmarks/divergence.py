@@ -388,13 +388,16 @@ def _largest(found: Mapping[str, Mapping[int, float]], figure: str) -> str:
 
 
 def _or(number: int | None, otherwise: str) -> str:
-    return otherwise if number is None or not math.isfinite(number) else str(number)
+    return otherwise if number is None else str(number)
 
 
 def main(
     seed: Annotated[list[int], typer.Option(help="Of the settings to run (default: all); repeat it.")] = [],  # noqa: B006
+    fp8: Annotated[
+        bool | None, typer.Option("--fp8/--no-fp8", help="The runs in FP8 alone, or those without (default: both).")
+    ] = None,
     before: Annotated[
-        list[Path], typer.Option(help="What --json wrote for other settings, to show too; repeat it.")
+        list[Path], typer.Option(help="What --json wrote: these runs are shown, and not run again; repeat it.")
     ] = [],  # noqa: B006
     at_once: Annotated[int, typer.Option(min=1, help="Settings that run at the same time.")] = 1,
     quick: command.Quick = False,
@@ -405,10 +408,17 @@ def main(
 ) -> None:
     """Measure how long before the loss the watchdog warns of runs that diverge, and how often of others."""
     device, gpu = command.measured_device(device_name)
+    work: list[tuple[Setting, tuple[str, ...], bool, torch.device]]
     work = [(each, tuple(KINDS), True, device) for each in DIVERGING]
     work += [(each, (), True, device) for each in NORMAL]
     work += [(each, tuple(KINDS), False, device) for each in DIVERGING]
-    work = [each for each in work if not seed or each[0].seed in seed]
+    earlier = [each for file in before for each in read_records(file)]
+    done = {(each["setting"], each["fp8"]) for each in earlier}
+    work = [
+        each
+        for each in work
+        if (not seed or each[0].seed in seed) and fp8 in (None, each[2]) and (str(each[0]), each[2]) not in done
+    ]
     if quick:
         work = [(replace(DIVERGING[0], steps=40, start=20), tuple(KINDS), fp8, device) for fp8 in (True, False)]
     head = environment.head(gpu, commit=commit) | {
@@ -417,13 +427,12 @@ def main(
         "the loss has moved": f"held-out loss {MOVED} nats over the undisturbed run's, every {EVALUATED} steps",
         "watchdog": "its defaults",
     }
-    earlier = [each for file in before for each in read_records(file)]
     found: dict[int, list[Record]] = {}
 
     def result() -> Result:
         records = [*earlier, *(each for number in sorted(found) for each in found[number])]
         waiting = [each for number, each in enumerate(work) if number not in found]
-        left_out = {f"{setting}, {'in' if fp8 else 'without'} FP8": "not ended" for setting, _, fp8, _ in waiting}
+        left_out = {f"{each[0]}, {'in' if each[2] else 'without'} FP8": "not ended" for each in waiting}
         return Result("divergence", "Warnings before a run diverges", head, tables(records), left_out)
 
     with ProcessPoolExecutor(at_once, mp_context=multiprocessing.get_context("spawn")) as pool:

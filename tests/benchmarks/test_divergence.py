@@ -8,7 +8,19 @@ import pytest
 import torch
 
 from benchmarks import divergence
-from benchmarks.divergence import KINDS, Setting, figure_records, growths, lead, moved, run_setting, tables, warnings_of
+from benchmarks.divergence import (
+    KINDS,
+    Setting,
+    figure_records,
+    growths,
+    lead,
+    moved,
+    read_records,
+    run_setting,
+    tables,
+    warnings_of,
+)
+from benchmarks.harness.results import Result
 from fp8booster.training.models import Architecture
 from tests.monitor.test_sinks import row
 
@@ -27,7 +39,7 @@ def small(monkeypatch, tmp_path) -> None:
     monkeypatch.setitem(divergence.MODELS, "nano", NANO)
 
 
-def test_a_run_that_diverges_is_warned_of_fifty_steps_before_and_its_copy_is_not(small) -> None:
+def test_a_run_that_diverges_is_warned_of_fifty_steps_before_and_its_copy_is_not(small, tmp_path) -> None:
     setting = Setting(seed=0, model="nano", start=80, steps=400)
     normal, disturbed = run_setting(setting, [KIND], True, torch.device("cpu"))
     assert normal["kind"] is None
@@ -38,6 +50,10 @@ def test_a_run_that_diverges_is_warned_of_fifty_steps_before_and_its_copy_is_not
     assert lead(disturbed, 10) >= 50
     shown = [table.markdown() for table in tables([normal, disturbed])]
     assert f"| {disturbed['moved']} | {lead(disturbed, 10)} |" in shown[0]
+    # what is written is shown alike later, together with other runs
+    file = tmp_path / "divergence.json"
+    file.write_text(Result("divergence", "", {}, tables([normal, disturbed])).json())
+    assert [table.markdown() for table in tables(read_records(file))] == shown
 
 
 def test_a_loss_has_moved_at_the_first_step_that_is_too_far_above_the_normal_one() -> None:
