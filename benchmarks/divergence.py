@@ -83,7 +83,7 @@ class Setting:
         return ", ".join([self.model, *others, *["projections of zeros"] * self.zeros, f"seed {self.seed}"])
 
 
-DIVERGING = (Setting(seed=100), Setting(seed=101), Setting(seed=102, model="wide", lr=2e-3))
+DIVERGING = (Setting(seed=100), Setting(seed=101), Setting(seed=102, model="wide", lr=2e-3), Setting(seed=108))
 """Each runs undisturbed too, which is a normal run."""
 
 NORMAL = (
@@ -181,6 +181,17 @@ def align(learner: Learner, factor: float) -> Callable[[], None]:
     return finish
 
 
+def align_and_add(learner: Learner, factor: float) -> Callable[[], None]:
+    """Let the channel's column of down grow as well, which otherwise learns to become small."""
+    align_rows = align(learner, factor)
+
+    def finish() -> None:
+        align_rows()
+        learner.weights[f"{learner.middle}.down_proj.weight"][:, 5].mul_(1 + RATE)
+
+    return finish
+
+
 def grow_logits(learner: Learner, factor: float) -> Callable[[], None]:
     """Let the weights of q and k grow, and so the logits by the square."""
 
@@ -205,6 +216,7 @@ def raise_rate(learner: Learner, factor: float) -> None:
 
 KINDS: dict[str, Disturbance] = {
     "a channel of SwiGLU aligns and grows": align,
+    "a channel of SwiGLU aligns and grows, its column of down too": align_and_add,
     "attention logits grow": grow_logits,
     "learning rate of q and k grows": raise_rate_of_logits,
     "learning rate grows, no weight decay": raise_rate,
@@ -393,6 +405,7 @@ def _or(number: int | None, otherwise: str) -> str:
 
 def main(
     seed: Annotated[list[int], typer.Option(help="Of the settings to run (default: all); repeat it.")] = [],  # noqa: B006
+    kind: Annotated[list[str], typer.Option(help="Of the disturbances (default: all); repeat it.")] = [],  # noqa: B006
     fp8: Annotated[
         bool | None, typer.Option("--fp8/--no-fp8", help="The runs in FP8 alone, or those without (default: both).")
     ] = None,
@@ -408,10 +421,13 @@ def main(
 ) -> None:
     """Measure how long before the loss the watchdog warns of runs that diverge, and how often of others."""
     device, gpu = command.measured_device(device_name)
+    if unknown := sorted({*kind} - {*KINDS}):
+        command.refuse(f"--kind is {unknown[0]!r}; use {' or '.join(map(repr, KINDS))}")
+    kinds = tuple(kind or KINDS)
     work: list[tuple[Setting, tuple[str, ...], bool, torch.device]]
-    work = [(each, tuple(KINDS), True, device) for each in DIVERGING]
+    work = [(each, kinds, True, device) for each in DIVERGING]
     work += [(each, (), True, device) for each in NORMAL]
-    work += [(each, tuple(KINDS), False, device) for each in DIVERGING]
+    work += [(each, kinds, False, device) for each in DIVERGING]
     earlier = [each for file in before for each in read_records(file)]
     done = {(each["setting"], each["fp8"]) for each in earlier}
     work = [
@@ -420,7 +436,7 @@ def main(
         if (not seed or each[0].seed in seed) and fp8 in (None, each[2]) and (str(each[0]), each[2]) not in done
     ]
     if quick:
-        work = [(replace(DIVERGING[0], steps=40, start=20), tuple(KINDS), fp8, device) for fp8 in (True, False)]
+        work = [(replace(DIVERGING[0], steps=40, start=20), kinds, fp8, device) for fp8 in (True, False)]
     head = environment.head(gpu, commit=commit) | {
         "training": "8 x 64 tokens a step of the sources of Python's standard library, AdamW, cosine learning rate; "
         "linear layers in FP8, all else in FP32",
