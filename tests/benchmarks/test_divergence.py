@@ -25,7 +25,7 @@ from fp8booster.training.models import Architecture
 from tests.monitor.test_sinks import row
 
 NANO = Architecture("LLaMA of 1 layer", 32, 64, 1, 2, 2, vocabulary=512, sequence=64)
-KIND = "learning rate grows, no weight decay"
+KIND = "a channel of SwiGLU aligns and grows, its column of down too"
 
 
 @pytest.fixture
