@@ -30,7 +30,7 @@ from fp8booster.monitor.watchdog import Watchdog, remedy_of_nonfinite
 from fp8booster.nn.convert import linear_layers
 from fp8booster.nn.experts.fp8_experts import FP8Experts
 from fp8booster.nn.fused import pointwise
-from fp8booster.nn.graphs.layer import captured_layers, captured_parts, look_inside
+from fp8booster.nn.graphs.capture import captured_layers, captured_parts, look_inside
 from fp8booster.nn.held_casts import forget_step, held_casts, plain_name
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.optim import adamw, gradient_sums

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp8booster import FP8Config, capture_layers, convert_to_fp8, fuse
-from fp8booster.nn.graphs.layer import CapturedLayer
+from fp8booster.nn.graphs.capture import CapturedLayer
 from tests.nn.fused.models import build
 
 
@@ -29,7 +29,7 @@ def test_layers_are_captured_as_configured(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     fuse(model)
     captured = [layer for layer in model.modules() if isinstance(layer, CapturedLayer)]
-    assert [layer.fp8_graphs._shared.only_where_host_limits for layer in captured] == limited
+    assert [layer.fp8_graphs.shared.only_where_host_limits for layer in captured] == limited
 
 
 def test_without_a_gpu_or_fp8_layers_nothing_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,4 +45,4 @@ def test_a_call_by_hand_captures_all_layers() -> None:
     model = convert_to_fp8(build(), FP8Config(cuda_graphs=True))
     fuse(model)
     assert capture_layers(model, only_where_host_limits=True) == capture_layers(model) == len(model.model.layers)
-    assert not any(layer.fp8_graphs._shared.only_where_host_limits for layer in model.model.layers)
+    assert not any(layer.fp8_graphs.shared.only_where_host_limits for layer in model.model.layers)

@@ -43,7 +43,7 @@ class CountedGraphs:
             temporarily(held, _is_plain=lambda parameter: True),
             # tensors without values all lie at 0
             temporarily(pair, _address=lambda tensor: tensor.untyped_storage()._cdata),
-            temporarily(layer, _drawn=lambda device: None),  # and random ones are drawn by no generator
+            temporarily(layer, random_state=lambda device: None),  # and random ones are drawn by no generator
         ):
             yield
 

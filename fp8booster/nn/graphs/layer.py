@@ -1,17 +1,12 @@
-"""Repeated layers of a model that are captured into CUDA graphs after a few calls, and replayed from then on.
-
-Where a part of a layer must run eagerly, the other parts are captured, each as a layer is (`units`).
-"""
+"""The graphs of one layer: when a call is captured into CUDA graphs, when it is replayed, and why it is not."""
 
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from operator import attrgetter
 from threading import Lock, get_ident
 from typing import Any
@@ -19,14 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8booster.config import FP8Config
 from fp8booster.nn.graphs import recorder
+from fp8booster.nn.graphs.call_state import (
+    CHECKPOINTING,
+    autocast_dtype,
+    is_checkpointed_alone,
+    random_state,
+    who_saves,
+)
 from fp8booster.nn.graphs.held import Held
 from fp8booster.nn.graphs.pair import Freed, GraphPair, Moved
 from fp8booster.nn.graphs.recorder import Memory, Recorder
 from fp8booster.nn.graphs.static_call import Unsupported, flatten
-from fp8booster.nn.graphs.units import Unit, most_reads, units_of, why_eager
-from fp8booster.nn.modules import change_class, mixed_class, repeated_layers, require_module
+from fp8booster.nn.graphs.units import most_reads, why_eager
 from fp8booster.nn.weights.pinned import Use, collected_uses
 from fp8booster.scaling.steps import optimizer_steps
 
@@ -80,7 +80,7 @@ class _Kind:
 
 
 @dataclass(eq=False)
-class _Shared:
+class Shared:
     """State that the captured layers of a model share."""
 
     only_where_host_limits: bool  # leave alone what the GPU takes longer for than the host
@@ -111,7 +111,7 @@ class _Shared:
         return memory
 
     def __reduce__(self) -> tuple:
-        return partial(_Shared, self.only_where_host_limits, unseen=self.unseen), ()
+        return partial(Shared, self.only_where_host_limits, unseen=self.unseen), ()
 
 
 class LayerGraphs:
@@ -122,8 +122,8 @@ class LayerGraphs:
         part, shares_input: as `Unit`'s.
     """
 
-    def __init__(self, shared: _Shared, part: str | None = None, shares_input: bool = False) -> None:
-        self._shared, self.part, self._shares_input = shared, part, shares_input
+    def __init__(self, shared: Shared, part: str | None = None, shares_input: bool = False) -> None:
+        self.shared, self.part, self._shares_input = shared, part, shares_input
         self._kinds: dict[Hashable, _Kind] = {}
         self._held: Held | None = None
         self._ran_without_gradients = False
@@ -139,7 +139,7 @@ class LayerGraphs:
             if kind is not None and kind.calls < WARM_UP:
                 self.why_not = TOO_EARLY
                 device = given[0].device
-                made = _warm_up(kind, self._shared.record_on(device), forward, args, kwargs, device)
+                made = _warm_up(kind, self.shared.record_on(device), forward, args, kwargs, device)
                 if self._shares_input and _reads_again(made, given):
                     kind.why_not = "others read its input too, and a graph would add up gradients in another order"
                 return made
@@ -163,7 +163,7 @@ class LayerGraphs:
 
     def _why_never(self, held: Held) -> str | None:
         """Return why a layer that holds this cannot be captured now."""
-        if _saving() not in (None, _CHECKPOINTING):
+        if who_saves() not in (None, CHECKPOINTING):
             return "what it saves for backward is stored elsewhere"
         return why_eager(held.eager) or held.why_not
 
@@ -177,7 +177,7 @@ class LayerGraphs:
         before = self._held
         if before is not None and before.is_as_found():
             return before
-        found = self._held = Held(layer, self._shared.record_on)
+        found = self._held = Held(layer, self.shared.record_on)
         # of both, objects are there, so equal ids are of the same
         if before is None or found.parts != before.parts or (settings_count and found.settings != before.settings):
             self._kinds.clear()
@@ -194,12 +194,12 @@ class LayerGraphs:
             return None
         self._ran_without_gradients = False
         held = self._look(layer)
-        looks_inside = [looks for looks in self._shared.looks_inside if looks()]
+        looks_inside = [looks for looks in self.shared.looks_inside if looks()]
         self.why_not = "a recording samples this step" if looks_inside else self._why_never(held)
         if self.why_not is not None:
             return None
         try:
-            key = flatten((args, kwargs), given), _autocast(given), _saving()
+            key = flatten((args, kwargs), given), autocast_dtype(given), who_saves()
         except Unsupported as error:
             self.why_not = f"it is given a {error}{'; set config.use_cache to False' if 'Cache' in str(error) else ''}"
             return None
@@ -210,9 +210,9 @@ class LayerGraphs:
             self.why_not = "nothing in it or before it is trained"
         elif given[0].is_cuda and torch.cuda.is_current_stream_capturing():
             self.why_not = "it goes into another CUDA graph"
-        elif self._shared.threads.setdefault("first", get_ident()) != get_ident():
+        elif self.shared.threads.setdefault("first", get_ident()) != get_ident():
             self.why_not = "another thread runs the model too"
-        elif key[-1] == _CHECKPOINTING and not _is_checkpointed_alone(layer):
+        elif key[-1] == CHECKPOINTING and not is_checkpointed_alone(layer):
             # its second forward must save as many tensors as the first, and a replay saves none
             self.why_not = "checkpointing is of more than the layer; checkpoint each layer by itself"
             if self.part is not None:
@@ -247,19 +247,19 @@ class LayerGraphs:
                 if pair.was_set_aside or not pair.may_run:
                     kind.orders += MOST_ORDERS if pair.was_set_aside else 1
                 break
-        recompute = _saving() == _CHECKPOINTING
+        recompute = who_saves() == CHECKPOINTING
         if kind.why_not is None:
-            kind.why_not = self._shared.failure
+            kind.why_not = self.shared.failure
         if recompute and kind.draws:
             kind.why_not = "it draws random numbers, which checkpointing must draw again"
         seconds: list[float] = []
-        if not kind.pairs and kind.why_not is None and self._shared.only_where_host_limits:
+        if not kind.pairs and kind.why_not is None and self.shared.only_where_host_limits:
             seconds = [found for measured in kind.gpu_seconds if (found := measured()) is not None]
             if len(seconds) < len(kind.gpu_seconds):  # the GPU is so far behind that it has not come to all of them
                 self.why_not = TOO_EARLY
                 return None
             kind.why_not = _why_leave_alone(kind.host_seconds, seconds, copied=0)
-        record = self._shared.record_on(given[0].device)
+        record = self.shared.record_on(given[0].device)
         if record is None:
             kind.why_not = "CUDA graphs take a GPU"
         if kind.why_not is None and record is not None and len(kind.pairs) == MOST_PAIRS:
@@ -278,7 +278,7 @@ class LayerGraphs:
             except NoRoom as error:
                 kind.why_not = str(error)
             except Exception as error:  # whatever it is, the layer runs without
-                self._shared.failure = kind.why_not = f"it cannot be captured ({str(error).partition(chr(10))[0]})"
+                self.shared.failure = kind.why_not = f"it cannot be captured ({str(error).partition(chr(10))[0]})"
         self.why_not = kind.why_not
         return None
 
@@ -298,8 +298,8 @@ class LayerGraphs:
         copies = kind.copies_gradients or recompute
         for _ in range(2):
             apart = kind.orders >= MOST_ORDERS
-            memory = record.new_memory() if apart else self._shared.memory_of(record, device, waiting)
-            unseen = self._shared.unseen if self._shared.steps == optimizer_steps() else 0
+            memory = record.new_memory() if apart else self.shared.memory_of(record, device, waiting)
+            unseen = self.shared.unseen if self.shared.steps == optimizer_steps() else 0
             kept, passing = unseen + kind.kept + sum(each.nbytes for each in given), 3 * kind.passing
             gradients = sum(each.nbytes for each in layer.parameters() if each.requires_grad)
             # places for gradients cost memory and save time, so they are the first to go
@@ -322,7 +322,7 @@ class LayerGraphs:
         raise RuntimeError("memory that other graphs keep is freed meanwhile")
 
     def __reduce__(self) -> tuple:
-        return LayerGraphs, (self._shared, self.part, self._shares_input)
+        return LayerGraphs, (self.shared, self.part, self._shares_input)
 
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -346,12 +346,12 @@ def _warm_up(
     allocated = (0, 0) if record is None else record.allocated()
     with collected_uses() as uses:
         end = None if record is None else record.timer()
-        drawn, began = _drawn(device), time.perf_counter()
+        drawn, began = random_state(device), time.perf_counter()
         made = forward(*args, **kwargs)
         kind.host_seconds = min(kind.host_seconds, time.perf_counter() - began)
         if end is not None:
             kind.gpu_seconds.append(end())
-        kind.draws |= _drawn(device) != drawn
+        kind.draws |= random_state(device) != drawn
     if record is not None:
         kind.kept, kind.passing = (now - then for now, then in zip(record.allocated(), allocated, strict=True))
     kind.uses = list({(id(use.source), use.transpose): use for use in uses}.values())
@@ -373,145 +373,3 @@ def _why_leave_alone(host_seconds: float, gpu_seconds: list[float], copied: int)
         return "the GPU takes longer than the host"
     # backward takes about twice as long as forward, on the host and on the GPU
     return "graphs would copy gradients for longer than the host takes" if 3.0 * saved < copied / COPY_RATE else None
-
-
-def _drawn(device: torch.device) -> Hashable:
-    """Return a state that changes when random numbers are drawn on a device."""
-    if device.type == "cuda":
-        return torch.cuda.default_generators[device.index].get_offset()
-    return torch.get_rng_state().numpy().tobytes()
-
-
-_CHECKPOINTING = "checkpointing"
-
-
-def _saving() -> str | None:
-    """Return who takes what autograd saves for backward here; None: nobody."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is None:
-        return None
-    # torch.utils.checkpoint without reentrant backwards: it keeps nothing, and computes the forward again
-    return _CHECKPOINTING if "_checkpoint_hook" in hooks[0].__qualname__ else "another"
-
-
-def _is_checkpointed_alone(layer: nn.Module) -> bool:
-    """Tell whether the checkpointed function around this call is the layer's own call, as far as can be seen.
-
-    torch keeps the function in closures: of the hook that packs, and of what computes it again.
-    """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    frame = _in_closure(hooks[0], "frame") if hooks else None
-    called = _in_closure(getattr(frame, "recompute_fn", None), "fn")
-    while isinstance(called, partial):
-        called = called.func
-    return called is layer or getattr(called, "__self__", None) is layer
-
-
-def _in_closure(function: Any, name: str) -> Any:
-    """Return a variable of a function around another; None: there is none."""
-    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
-    if code is None or cells is None or name not in code.co_freevars:
-        return None
-    cell = cells[code.co_freevars.index(name)]
-    try:
-        return cell.cell_contents
-    except ValueError:  # it is empty yet
-        return None
-
-
-def _autocast(given: list[Tensor]) -> Hashable:
-    device = given[0].device.type if given else "cpu"
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-
-
-class CapturedLayer(nn.Module):
-    """Mixin of a layer that is replayed where it can be."""
-
-    name_prefix = "Captured"
-
-    fp8_graphs: LayerGraphs
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.fp8_graphs.run(super().forward, self, args, kwargs)
-
-
-def capture_layers(model: nn.Module, *, only_where_host_limits: bool = False) -> int:
-    """Let the repeated layers of a model be captured into CUDA graphs, in place, when they have run a few times.
-
-    In training, each layer's forward and backward is one graph then, and Python no longer launches their kernels: a
-    small model trains as fast as the GPU computes. Of a layer with a part that must run eagerly, as experts that are
-    spread over ranks, the other parts are captured, each for itself. Values are the same, bit for bit, without dropout.
-    Needed are calls of the same shapes, of which a layer captures several; the report tells what was not captured and
-    why. Graphs share what they need only while a layer runs.
-
-    Args:
-        model: converted, fused and sharded before.
-        only_where_host_limits: not where the GPU takes `MOST_OF_HOST` times as long for a layer's first forwards as the
-            host. A later call changes this for layers that may be captured already.
-
-    Returns:
-        The number of layers.
-    """
-    require_module(model)
-    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
-    shared = _Shared(only_where_host_limits, unseen=STATE_BYTES * trained)
-    layers = repeated_layers(model)
-    for layer in layers:
-        units, reason = units_of(layer)
-        if isinstance(layer, CapturedLayer):  # what has become eager since leaves it whole
-            units, reason = [Unit(layer)], None
-        if reason is not None:
-            vars(layer)[_WHY_PARTED] = reason
-        for unit, name, shares_input in units:
-            if isinstance(unit, CapturedLayer):  # as `fuse` left it to the host's speed; recordings hold what it shares
-                shared = unit.fp8_graphs._shared
-                shared.only_where_host_limits = only_where_host_limits
-            else:
-                change_class(unit, mixed_class(CapturedLayer, type(unit)))
-            unit.__dict__["fp8_graphs"] = LayerGraphs(shared, name, shares_input)
-    return len(layers)
-
-
-_WHY_PARTED = "_fp8booster_parted"
-"""Attribute of a layer whose parts are captured: why the whole is not."""
-
-
-def capture_as_configured(model: nn.Module, config: FP8Config) -> None:
-    """Let the repeated layers of a model be captured into CUDA graphs as `FP8Config.cuda_graphs` says.
-
-    Args:
-        model, config: of its FP8 layers, converted before.
-    """
-    graphs = config.cuda_graphs
-    # left open, graphs are a matter of speed: a strategy that cannot be captured is no mistake of the user's
-    if graphs or (graphs is None and torch.cuda.is_available() and config.scaling.is_captured):
-        capture_layers(model, only_where_host_limits=graphs is None)
-
-
-def look_inside(model: nn.Module, when: Callable[[], bool]) -> Callable[[], None]:
-    """Let captured layers of a model run eagerly where `when()` is true; return what ends it."""
-    shared = {module.fp8_graphs._shared for module in model.modules() if isinstance(module, CapturedLayer)}
-    for each in shared:
-        each.looks_inside.append(when)
-
-    def end() -> None:
-        for each in shared:
-            each.looks_inside.remove(when)
-
-    return end
-
-
-def captured_layers(model: nn.Module) -> Counter[str | None]:
-    """Count the layers that were replayed when they ran last in training, under None, and others by the reason."""
-    whole = (graphs.why_not for graphs in _graphs_in(model) if graphs.part is None)
-    parted = (vars(module)[_WHY_PARTED] for module in model.modules() if _WHY_PARTED in vars(module))
-    return Counter(chain(whole, parted))
-
-
-def captured_parts(model: nn.Module) -> Counter[tuple[str, str | None]]:
-    """Count the parts that are captured in place of whole layers, by name and reason, as `captured_layers`."""
-    return Counter((graphs.part, graphs.why_not) for graphs in _graphs_in(model) if graphs.part is not None)
-
-
-def _graphs_in(model: nn.Module) -> Iterator[LayerGraphs]:
-    return (module.fp8_graphs for module in model.modules() if isinstance(module, CapturedLayer))

@@ -17,7 +17,7 @@ from fp8booster.kernels.device import current_stream
 from fp8booster.nn.fsdp.handle import follow_resharding
 from fp8booster.nn.graphs import capture_layers, captured_layers, free_graphs, recorder
 from fp8booster.nn.graphs import layer as layer_module
-from fp8booster.nn.graphs.layer import MOST_KINDS, TOO_EARLY, WARM_UP, LayerGraphs, _Shared
+from fp8booster.nn.graphs.layer import MOST_KINDS, TOO_EARLY, WARM_UP, LayerGraphs, Shared
 from fp8booster.optim import AdamW
 from tests.nn.fused.models import VOCABULARY, build
 from tests.nn.graphs.rerun import Rerun
@@ -539,7 +539,7 @@ def test_the_gpu_is_timed(device: torch.device, doublings: int) -> None:
 @pytest.mark.gpu
 def test_a_layer_that_moves_to_a_gpu_may_be_captured_there() -> None:
     """`nn.Module.to` keeps the parameters, and moves their data."""
-    layer, graphs = nn.Linear(16, 16), LayerGraphs(_Shared(only_where_host_limits=False))
+    layer, graphs = nn.Linear(16, 16), LayerGraphs(Shared(only_where_host_limits=False))
     assert graphs._why_never(graphs._look(layer)) == "CUDA graphs take a GPU"
     assert graphs._why_never(graphs._look(layer.cuda())) is None
 
@@ -549,7 +549,7 @@ def test_a_parameter_that_changes_its_class_is_looked_at_again(monkeypatch: pyte
         """Whatever a library makes of it."""
 
     monkeypatch.setattr(recorder, "recorder_for", lambda _: Rerun())
-    layer, graphs = nn.Linear(16, 16), LayerGraphs(_Shared(only_where_host_limits=False))
+    layer, graphs = nn.Linear(16, 16), LayerGraphs(Shared(only_where_host_limits=False))
     assert graphs._why_never(graphs._look(layer)) is None
     layer.weight.__class__ = Other
     assert graphs._why_never(graphs._look(layer)) == "a weight is a Other"

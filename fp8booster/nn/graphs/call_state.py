@@ -1,0 +1,61 @@
+"""The state around a call: random numbers, autocast, and who takes what autograd saves for backward."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def random_state(device: torch.device) -> Hashable:
+    """Return a state that changes when random numbers are drawn on a device."""
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index].get_offset()
+    return torch.get_rng_state().numpy().tobytes()
+
+
+CHECKPOINTING = "checkpointing"
+"""What `who_saves` returns within a layer that activation checkpointing computes again."""
+
+
+def who_saves() -> str | None:
+    """Return who takes what autograd saves for backward here; None: nobody."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None:
+        return None
+    # torch.utils.checkpoint without reentrant backwards: it keeps nothing, and computes the forward again
+    return CHECKPOINTING if "_checkpoint_hook" in hooks[0].__qualname__ else "another"
+
+
+def is_checkpointed_alone(layer: nn.Module) -> bool:
+    """Tell whether the checkpointed function around this call is the layer's own call, as far as can be seen.
+
+    torch keeps the function in closures: of the hook that packs, and of what computes it again.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    frame = _in_closure(hooks[0], "frame") if hooks else None
+    called = _in_closure(getattr(frame, "recompute_fn", None), "fn")
+    while isinstance(called, partial):
+        called = called.func
+    return called is layer or getattr(called, "__self__", None) is layer
+
+
+def _in_closure(function: Any, name: str) -> Any:
+    """Return a variable of a function around another; None: there is none."""
+    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
+    if code is None or cells is None or name not in code.co_freevars:
+        return None
+    cell = cells[code.co_freevars.index(name)]
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty yet
+        return None
+
+
+def autocast_dtype(given: list[Tensor]) -> Hashable:
+    """Return the type that autocast computes in on the device of a call's tensors; None: it does not."""
+    device = given[0].device.type if given else "cpu"
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None

@@ -1,0 +1,112 @@
+"""Repeated layers of a model that are captured into CUDA graphs after a few calls, and replayed from then on.
+
+Where a part of a layer must run eagerly, the other parts are captured, each as a layer is (`units`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp8booster.config import FP8Config
+from fp8booster.nn.graphs.layer import STATE_BYTES, LayerGraphs, Shared
+from fp8booster.nn.graphs.units import Unit, units_of
+from fp8booster.nn.modules import change_class, mixed_class, repeated_layers, require_module
+
+
+class CapturedLayer(nn.Module):
+    """Mixin of a layer that is replayed where it can be."""
+
+    name_prefix = "Captured"
+
+    fp8_graphs: LayerGraphs
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.fp8_graphs.run(super().forward, self, args, kwargs)
+
+
+def capture_layers(model: nn.Module, *, only_where_host_limits: bool = False) -> int:
+    """Let the repeated layers of a model be captured into CUDA graphs, in place, when they have run a few times.
+
+    In training, each layer's forward and backward is one graph then, and Python no longer launches their kernels: a
+    small model trains as fast as the GPU computes. Of a layer with a part that must run eagerly, as experts that are
+    spread over ranks, the other parts are captured, each for itself. Values are the same, bit for bit, without dropout.
+    Needed are calls of the same shapes, of which a layer captures several; the report tells what was not captured and
+    why. Graphs share what they need only while a layer runs.
+
+    Args:
+        model: converted, fused and sharded before.
+        only_where_host_limits: not where the GPU takes `MOST_OF_HOST` times as long for a layer's first forwards as the
+            host. A later call changes this for layers that may be captured already.
+
+    Returns:
+        The number of layers.
+    """
+    require_module(model)
+    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    shared = Shared(only_where_host_limits, unseen=STATE_BYTES * trained)
+    layers = repeated_layers(model)
+    for layer in layers:
+        units, reason = units_of(layer)
+        if isinstance(layer, CapturedLayer):  # what has become eager since leaves it whole
+            units, reason = [Unit(layer)], None
+        if reason is not None:
+            vars(layer)[_WHY_PARTED] = reason
+        for unit, name, shares_input in units:
+            if isinstance(unit, CapturedLayer):  # as `fuse` left it to the host's speed; recordings hold what it shares
+                shared = unit.fp8_graphs.shared
+                shared.only_where_host_limits = only_where_host_limits
+            else:
+                change_class(unit, mixed_class(CapturedLayer, type(unit)))
+            unit.__dict__["fp8_graphs"] = LayerGraphs(shared, name, shares_input)
+    return len(layers)
+
+
+_WHY_PARTED = "_fp8booster_parted"
+"""Attribute of a layer whose parts are captured: why the whole is not."""
+
+
+def capture_as_configured(model: nn.Module, config: FP8Config) -> None:
+    """Let the repeated layers of a model be captured into CUDA graphs as `FP8Config.cuda_graphs` says.
+
+    Args:
+        model, config: of its FP8 layers, converted before.
+    """
+    graphs = config.cuda_graphs
+    # left open, graphs are a matter of speed: a strategy that cannot be captured is no mistake of the user's
+    if graphs or (graphs is None and torch.cuda.is_available() and config.scaling.is_captured):
+        capture_layers(model, only_where_host_limits=graphs is None)
+
+
+def look_inside(model: nn.Module, when: Callable[[], bool]) -> Callable[[], None]:
+    """Let captured layers of a model run eagerly where `when()` is true; return what ends it."""
+    shared = {module.fp8_graphs.shared for module in model.modules() if isinstance(module, CapturedLayer)}
+    for each in shared:
+        each.looks_inside.append(when)
+
+    def end() -> None:
+        for each in shared:
+            each.looks_inside.remove(when)
+
+    return end
+
+
+def captured_layers(model: nn.Module) -> Counter[str | None]:
+    """Count the layers that were replayed when they ran last in training, under None, and others by the reason."""
+    whole = (graphs.why_not for graphs in _graphs_in(model) if graphs.part is None)
+    parted = (vars(module)[_WHY_PARTED] for module in model.modules() if _WHY_PARTED in vars(module))
+    return Counter(chain(whole, parted))
+
+
+def captured_parts(model: nn.Module) -> Counter[tuple[str, str | None]]:
+    """Count the parts that are captured in place of whole layers, by name and reason, as `captured_layers`."""
+    return Counter((graphs.part, graphs.why_not) for graphs in _graphs_in(model) if graphs.part is not None)
+
+
+def _graphs_in(model: nn.Module) -> Iterator[LayerGraphs]:
+    return (module.fp8_graphs for module in model.modules() if isinstance(module, CapturedLayer))
