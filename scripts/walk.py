@@ -37,6 +37,9 @@ from fp8booster import FP8Config, convert_to_fp8
 
 PACKAGE = f"{Path(fp8booster.__file__).parent}{os.sep}"
 
+OF_A_CPU = os.path.join("kernels", "instructions.py")
+"""Stands for products of PyTorch, which are no function of the package, on CPUs without BF16."""
+
 FORWARD = "forward of a lone FP8Linear"
 BACKWARD = "backward of a lone FP8Linear"
 MERGED = "forward of q, k, v as one product"
@@ -82,8 +85,9 @@ class Walk:
 
         def note(frame: Any, event: str, _: Any) -> None:
             code = frame.f_code
-            if event == "call" and code.co_filename.startswith(PACKAGE):
-                self.calls.append(Call(code.co_filename.removeprefix(PACKAGE), code.co_name))
+            file = code.co_filename
+            if event == "call" and file.startswith(PACKAGE) and not file.endswith(OF_A_CPU):
+                self.calls.append(Call(file.removeprefix(PACKAGE), code.co_name))
 
         before = sys.getprofile()
         sys.setprofile(note)
