@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -186,3 +186,14 @@ def _sample_cpu(run: Callable[[], None], repeats: int) -> tuple[float, float]:
         run()
     elapsed_ms = (time.perf_counter() - start) * 1e3
     return elapsed_ms, elapsed_ms
+
+
+def let_weights_stay(parameters: Iterable[torch.Tensor]) -> None:
+    """Let FP8 copies of weights stay from one backward to the next, as between two steps of an optimizer.
+
+    Until an optimizer has stepped once after layers were made, each backward counts as a change of their weights.
+
+    Args:
+        parameters: of the layers, without gradients, so that the step changes nothing.
+    """
+    torch.optim.SGD(parameters).step()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from benchmarks.harness.timing import let_weights_stay
 from benchmarks.layers.layer import Forward, Inputs, Layer
 from fp8booster import FP8Config, FP8Linear, forget_weights
 from fp8booster.nn.linear.functional import linear_from_quantized
@@ -21,6 +22,7 @@ def _layer(weight: nn.Parameter, config: FP8Config = CONFIG) -> FP8Linear:
     outputs, inputs = weight.shape
     layer = FP8Linear(inputs, outputs, bias=False, device="meta", config=config)
     layer.weight = weight
+    let_weights_stay([weight])
     return layer
 
 

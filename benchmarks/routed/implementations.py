@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from benchmarks.harness.timing import let_weights_stay
 from benchmarks.routed.work import Products, Work
 from fp8booster import FP8Config, convert_to_fp8
 from fp8booster.nn.experts import grouped_linear
@@ -84,6 +85,7 @@ class FP8ExpertByExpert(ExpertByExpert):
     def __init__(self, work: Work) -> None:
         super().__init__(work)
         convert_to_fp8(self.experts, CONFIG)
+        let_weights_stay(self.experts.parameters())
 
 
 class FP8ExpertByExpertCold(FP8ExpertByExpert):

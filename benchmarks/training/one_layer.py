@@ -12,7 +12,7 @@ from torch import nn
 
 from benchmarks.harness.calls import python_calls
 from benchmarks.harness.results import Column, Record, Table, spread
-from benchmarks.harness.timing import Timing, Variant, time_interleaved
+from benchmarks.harness.timing import Timing, Variant, let_weights_stay, time_interleaved
 from fp8booster import FP8Config, convert_to_fp8
 from fp8booster.nn.fused import fuse_blocks
 from fp8booster.training.models import Architecture, build
@@ -85,6 +85,7 @@ def _fused(decoder: Decoder) -> Forward:
 def fp8(decoder: Decoder, config: FP8Config) -> Forward:
     """Its linear layers in FP8, weights cast once, as within one optimizer step."""
     convert_to_fp8(decoder.model, config)
+    let_weights_stay(decoder.model.parameters())
     return decoder.forward()
 
 
