@@ -36,6 +36,8 @@ class Seen(NamedTuple):
         """Look at the experts and the modules in them."""
         of_experts = list(map(_dict, experts))
         children = list(chain.from_iterable(map(_values, map(_children, of_experts))))
+        if None in children:  # a module has one where it might have had a child
+            children = [child for child in children if child is not None]
         of_children = list(map(_dict, children))
         held = [*of_experts, *of_children]
         # those without a cast, as activations, are told apart by their classes and hooks

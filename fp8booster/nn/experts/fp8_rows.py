@@ -54,9 +54,10 @@ class FP8Rows:
         """Return rows whose gradient comes in another dtype."""
         if dtype is self.handle.dtype:
             return self
-        shape = self.handle.shape
+        # backward shall not hold the rows
+        shape, before = self.handle.shape, self.handle.dtype
         handle = linear_map(
-            self.handle, lambda handle: _shown(handle, shape, dtype), lambda gradient: gradient.to(self.handle.dtype)
+            self.handle, lambda handle: _shown(handle, shape, dtype), lambda gradient: gradient.to(before)
         )
         return FP8Rows(handle, self.matrix, self.amax)
 

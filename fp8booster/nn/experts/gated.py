@@ -34,6 +34,12 @@ def gate_up_down(expert: nn.Module) -> list[FP8Layer]:
     return [] if known is None else [modules[name] for name in (*known[1].merged, known[1].output)]
 
 
+def readers_in_fp8(expert: nn.Module) -> list[FP8Layer]:
+    """Return gate and up, by which alone an expert of a known class reads tokens; none: it may read high precision."""
+    readers = gate_up_down(expert)[:-1]
+    return readers if all(isinstance(layer, FP8Layer) for layer in readers) else []
+
+
 _ACTIVATION = "act_fn"
 
 

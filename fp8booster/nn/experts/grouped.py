@@ -219,12 +219,9 @@ class GroupedExperts:
             layout,
         )
 
-    def input_casts(self) -> Casts | None:
-        """Return what casts the inputs of gate and up in training; None: they are no longer in FP8."""
-        layer = next(iter(gate_up_down(self.experts[0])), None)
-        if not isinstance(layer, FP8Layer):
-            return None
-        self._follow(layer.fp8_config)
+    def input_casts(self, config: FP8Config) -> Casts:
+        """Return what casts the inputs of gate and up in training, whose configuration is given."""
+        self._follow(config)
         return self.fp8_casts["gate_up"]
 
     def _follow(self, config: FP8Config) -> None:

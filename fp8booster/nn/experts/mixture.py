@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8booster.nn.experts.dispatch import run_experts
+from fp8booster.nn.experts.gated import readers_in_fp8
 from fp8booster.nn.experts.grouped import GroupedExperts
 from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.experts.loads import note_choice
@@ -45,8 +46,8 @@ class Mixture(nn.Module):
     fp8_grouped_experts: GroupedExperts | None
     """The experts of this rank, where grouped products compute them; None: they run one by one."""
 
-    fp8_all_in_fp8 = False
-    """Each of this rank's experts had layers in FP8 when they were last looked for."""
+    fp8_reads_fp8 = False
+    """Each of this rank's experts read its tokens in FP8 alone when they were last looked at."""
 
     fp8_spread: Spread | None = None
     """The ranks over which the experts are spread; None: this one holds all of them."""
@@ -92,13 +93,14 @@ class Mixture(nn.Module):
 
     def input_casts(self, tokens: Tensor) -> Casts | None:
         """As `spread.HeldExperts` asks."""
+        # one for all: an adapter, for one, is put around the layers of each
+        readers = readers_in_fp8(own_experts(self)[0]) if self.fp8_reads_fp8 else []
+        if not readers:
+            return None
         grouped = self._experts_now()
         if grouped is not None and self.training:
-            return grouped.input_casts()
-        layers = _layers_in_fp8(own_experts(self)[0]) if self.fp8_all_in_fp8 else []
-        if not layers:
-            return None
-        casts = layers[0].fp8_casts
+            return grouped.input_casts(readers[0].fp8_config)
+        casts = readers[0].fp8_casts
         # one by one an expert's own layers cast too, and are observed: nobody observes this cast
         return casts if self.training and casts.state is not None else casts.evaluation
 
@@ -317,7 +319,7 @@ def group_mixtures(model: nn.Module, grouped: bool = True) -> None:
             if block.fp8_spread is not None:
                 group_experts(block)
             elif not wanted:
-                del block.fp8_grouped_experts, block.fp8_all_in_fp8
+                del block.fp8_grouped_experts, block.fp8_reads_fp8
                 change_class(block, block.tried[0])
             continue
         mixin = mixin_of(block) if wanted else None
@@ -327,8 +329,9 @@ def group_mixtures(model: nn.Module, grouped: bool = True) -> None:
 
 def group_experts(block: Mixture) -> None:
     """Let this rank's experts of a block be computed by grouped products, where they are in FP8 and to be fused."""
-    block.fp8_all_in_fp8 = _are_in_fp8(block)
-    fused = block.fp8_all_in_fp8 and all(layer.fp8_config.fused for layer in _layers_in_fp8(own_experts(block)[0]))
+    in_fp8 = _are_in_fp8(block)
+    block.fp8_reads_fp8 = in_fp8 and all(map(readers_in_fp8, own_experts(block)))
+    fused = in_fp8 and all(layer.fp8_config.fused for layer in _layers_in_fp8(own_experts(block)[0]))
     block.fp8_grouped_experts = GroupedExperts(own_experts(block)) if fused else None
 
 

@@ -121,6 +121,15 @@ def test_whatever_keeps_experts_apart_is_seen_after_a_look(change: str) -> None:
     assert grouped.why_one_by_one == fresh.why_one_by_one
 
 
+def test_experts_without_a_child_that_they_might_have_had_run_as_one() -> None:
+    fp8, grouped = looked_at()
+    fp8[1].register_module("adapter", None)
+    assert run(grouped) is not None
+    fp8[1].adapter = nn.Identity()
+    fp8[1].w1.register_forward_hook(lambda *_: None)
+    assert run(grouped) is None
+
+
 def test_what_kept_experts_apart_and_is_gone_is_seen() -> None:
     fp8, grouped = looked_at()
     whole = fp8[2].w1.weight.data

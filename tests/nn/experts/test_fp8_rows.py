@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 from unittest import mock
 
@@ -221,6 +222,29 @@ def test_ranks_whose_experts_read_otherwise_send_as_all_can_read() -> None:
 
 
 @ranks(2)
+@pytest.mark.parametrize("of_tokens", ["neither", "one", "one of the last expert"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_tokens_are_not_cast_before_they_are_sent_where_gate_or_up_reads_16_bits(fused: bool, of_tokens: str) -> None:
+    """Whichever other layers are in FP8, in training and in evaluation."""
+    left_out = {"neither": ("gate", "up"), "one": ("up",), "one of the last expert": (f"{EXPERTS - 1}.up",)}[of_tokens]
+
+    def in_fp8(name: str, _: Any) -> bool:
+        return "_proj" in name and not any(f"{each}_proj" in name for each in left_out)
+
+    block = block_of(config_of(fused=fused, layers=in_fp8), 2)
+    # as the rank that holds the last expert tells the others
+    whose = "whose experts read 16 bits"
+    if of_tokens == "one of the last expert" and dist.get_rank() == 0:
+        whose = "as another rank's experts read them otherwise"
+    x, *choice = call_of(dist.get_rank())
+    for training in (True, False):
+        block.train(training)
+        with torch.no_grad():
+            mix(block, x, *choice)
+        assert block.fp8_spread.way == f"encoded in FP8, {whose}"
+
+
+@ranks(2)
 def test_backward_keeps_rows_in_fp8_alone() -> None:
     block = block_of(config_of(), 2)
     x, *choice = call_of(dist.get_rank(), tokens=200)
@@ -285,8 +309,11 @@ def test_values_are_cast_to_the_bytes_that_they_came_from(power_of_two: bool) ->
 def test_a_gradient_comes_in_the_dtype_of_the_tokens() -> None:
     tokens = torch.randn(3, 16, requires_grad=True)
     cast = RealTime().cast(INPUT, tokens.detach(), torch.float8_e4m3fn)
-    rows = received_rows(tokens, packed(cast), cast, 3, None, lambda gradient: 2 * gradient).to(torch.bfloat16)
+    arrived = received_rows(tokens, packed(cast), cast, 3, None, lambda gradient: 2 * gradient)
+    rows, held = arrived.to(torch.bfloat16), weakref.ref(arrived)
     assert rows.handle.dtype is torch.bfloat16
     assert rows.handle.isnan().all()
+    del arrived
+    assert held() is None  # where no product's backward reads the values, their memory is free
     rows.handle.backward(torch.ones(3, 16).bfloat16())
     assert torch.equal(tokens.grad, torch.full((3, 16), 2.0))
