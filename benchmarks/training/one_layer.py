@@ -48,6 +48,7 @@ class Decoder:
 
     def forward(self, layer: Callable | None = None) -> Forward:
         """A function of x  [batch, sequence, hidden]: the layer, or `layer` in its place."""
+        let_weights_stay(self.model.parameters())
         called = self.model.model.layers[0] if layer is None else layer
 
         def run(x: torch.Tensor) -> torch.Tensor:
@@ -85,7 +86,6 @@ def _fused(decoder: Decoder) -> Forward:
 def fp8(decoder: Decoder, config: FP8Config) -> Forward:
     """Its linear layers in FP8, weights cast once, as within one optimizer step."""
     convert_to_fp8(decoder.model, config)
-    let_weights_stay(decoder.model.parameters())
     return decoder.forward()
 
 
