@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from itertools import accumulate, repeat
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -25,6 +26,8 @@ from fp8booster.kernels.cast_triton import (
 )
 from fp8booster.kernels.launch import ceil_div, processors
 from fp8booster.kernels.tables_triton import launch_over, own_entry, own_pointer, own_size
+
+_DEVICE = attrgetter("device")
 
 _BLOCK, _WARPS = 4096, 8
 _PROGRAMS = 8  # for each processor, of the amax launch; of many matrices each has a run of programs all the same
@@ -121,7 +124,9 @@ def stack_cast_triton(
     columns = first.shape[1]
     rows, counts = list(map(Tensor.size, matrices, repeat(0))), list(map(Tensor.numel, matrices))
     # of one column, or of no value in the first, the loads of a cast are those of `cast_triton` (`widened`)
-    if columns == 1 or not counts[0] or not all(map(Tensor.is_contiguous, matrices)):
+    # torch refuses those that lie on several devices, of which a kernel can read one
+    in_place = all(map(Tensor.is_contiguous, matrices)) and len(set(map(_DEVICE, matrices))) == 1
+    if columns == 1 or not counts[0] or not in_place:
         whole = torch.cat([matrix.detach() for matrix in matrices])
         return cast_triton(whole, dtype, plain=plain, transposed=transposed, power_of_two=power_of_two)
     amax = _amax(matrices, counts)

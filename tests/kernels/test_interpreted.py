@@ -157,6 +157,9 @@ def stack_casts_differ() -> Iterator[str]:
         matrices = [torch.zeros(16, 32), torch.full((16, 32), value)]
         found = [function(matrices, formats.E4M3)[2:] for function in (stack_cast_triton, stack_cast.reference)]
         yield from compare(f"stack of {value}", *found)
+    on_two_devices = [torch.ones(16, 32), torch.ones(16, 32, device="meta")]
+    with pytest.raises(RuntimeError, match="device"):
+        stack_cast_triton(on_two_devices, formats.E4M3)
     apart = [torch.randn(32, 16).bfloat16().t(), torch.ones(16, 32, dtype=torch.bfloat16)]
     found = [f(apart, formats.E5M2, power_of_two=True)[2:] for f in (stack_cast_triton, stack_cast.reference)]
     yield from compare("stack of a transposed view", *found)
