@@ -48,7 +48,7 @@ class Seen(NamedTuple):
         hooks = list(filter(None, chain.from_iterable(map(map, _HOOKS, repeat(held)))))
         objects = [*map(type, experts), *map(type, children), *children, *casts, *map(len, hooks)]
         objects += map(dict.get, held, repeat("forward"))
-        objects += map(_source, layers)
+        objects += map(dict.get, layers, repeat("fp8_weight"))  # frozen layers have none
         objects += map(getattr, weights, repeat("dtype"), repeat(None))
         others = [*weights, *map(dict.get, parameters, repeat("bias")), *map(dict.get, of_experts, repeat("config"))]
         others += map(_config, casts)  # `Casts.under` writes it
@@ -66,8 +66,7 @@ class Seen(NamedTuple):
 
 _dict, _shape, _config = attrgetter("__dict__"), attrgetter("shape"), attrgetter("config")
 _children, _parameters = itemgetter("_modules"), itemgetter("_parameters")
-_casts, _source = itemgetter("fp8_casts"), itemgetter("fp8_weight")
-_source_of = attrgetter("fp8_weight")
+_casts, _source = itemgetter("fp8_casts"), attrgetter("fp8_weight")
 _HOOKS = tuple(map(itemgetter, HOOKS))
 _values: Callable[[Any], Any] = dict.values
 
@@ -112,7 +111,7 @@ class Look(NamedTuple):
         if not self.may_be_provided:
             return False
         layers, weights = self.up.layers + self.down.layers, self.up.weights + self.down.weights
-        sources = list(map(_source_of, layers))
+        sources = list(map(_source, layers))
         if all_filled(sources, weights) is not None:
             return True
         each = {source.is_provided([weight]) for source, weight in zip(sources, weights, strict=True)}
