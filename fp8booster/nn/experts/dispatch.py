@@ -102,6 +102,10 @@ def run_experts(
     made = None if grouped is None else grouped(tokens, counts, weight_gradient_factors, usual_rows)
     if made is not None:
         return made
+    if isinstance(tokens, FP8Rows) and torch.is_inference_mode_enabled():
+        # tensors of that mode carry no amax, without which experts would round the values a second time
+        with torch.inference_mode(False), torch.no_grad():
+            return run_experts(tokens, counts, experts, weight_gradient_factors, None, usual_rows)
     rows, tokens = tokens, values_of(tokens)
     # all senders' tokens of an expert in one product: a product for each sender would read the weight again
     numbers = counts.tolist()

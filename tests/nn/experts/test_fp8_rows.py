@@ -245,6 +245,19 @@ def test_tokens_are_not_cast_before_they_are_sent_where_gate_or_up_reads_16_bits
 
 
 @ranks(2)
+@pytest.mark.parametrize("fused", [True, False])
+def test_in_inference_mode_experts_give_what_they_give_without_gradients(fused: bool) -> None:
+    block = block_of(config_of(fused=fused), 2).eval()
+    # one token is far larger: the scale of all is not that of one expert's rows
+    x, *choice = call_of(dist.get_rank())
+    x[0] *= 100
+    with torch.no_grad():
+        expected = mix(block, x, *choice)
+    with torch.inference_mode():
+        assert torch.equal(mix(block, x, *choice), expected)
+
+
+@ranks(2)
 def test_backward_keeps_rows_in_fp8_alone() -> None:
     block = block_of(config_of(), 2)
     x, *choice = call_of(dist.get_rank(), tokens=200)
