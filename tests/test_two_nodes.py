@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fp8booster.cli.metrics import read_metrics
-from fp8booster.comm.links import BETWEEN_NODES, KINDS, VARIABLE
+from fp8booster.comm.links import BETWEEN_NODES, KINDS, REDUCTIONS, VARIABLE
 from tests.colossal.models import tiny_llama
 from tests.distributed import TEST_SECONDS
 
@@ -68,6 +68,17 @@ def test_links_are_measured_between_nodes_and_decide_in_training(tmp_path: Path,
     assert found["head"]["sizes from which FP8 is sent"].startswith("measured ")
     _, in_16_bits, in_fp8 = found["tables"]["zero"]
     assert in_fp8["interface_bytes"] > 0.7 * in_16_bits["interface_bytes"]
+
+
+def test_by_nodes_a_node_sends_fewer_bytes(tmp_path: Path) -> None:
+    file = tmp_path / "bytes.json"
+    on_two_nodes("--per-node", "2", "-m", "benchmarks.node_bytes", "--mib", "0.5", "--json", str(file))
+    records = {record["collective"]: record for record in json.loads(file.read_text())["tables"]["bytes"]}
+    for name in REDUCTIONS:
+        found = records[name]
+        # of two ranks a node: the payload once in FP8, in place of one and a half times or more
+        assert found["FP8 by nodes"] < 0.65 * found["FP8"] < 0.65 * found["BF16"]
+        assert found["error of FP8 by nodes"] < 1.1 * found["error of FP8"]
 
 
 def test_nodes_of_different_sizes_send_fp8_and_are_not_measured(tmp_path: Path) -> None:

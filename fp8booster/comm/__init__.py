@@ -9,8 +9,8 @@ call must give alike. `statistics` shows which calls went uncompressed, and why.
 
 Every value is rounded once on its way, and in `all_reduce` twice whatever the number of ranks: pieces are exchanged,
 added in FP32 from the first rank to the last, cast again and gathered. A rank decodes its own piece from the message as
-the others do, so all ranks hold the same bits, at every run. An infinity or a NaN arrives as NaN, with the block that
-shares its scale.
+the others do, so all ranks hold the same bits, at every run. By nodes (`by_nodes`) those of a node are added first, in
+their dtype. An infinity or a NaN arrives as NaN, with the block that shares its scale.
 """
 
 from fp8booster.comm.automatic_scaling import AutomaticScaling

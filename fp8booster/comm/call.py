@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Work
 
 from fp8booster.comm.agreement import Claim
+from fp8booster.comm.by_nodes import Schedule, gains_by_nodes, schedule_of
 from fp8booster.comm.encoding import Options, settings
-from fp8booster.comm.observer import observer
+from fp8booster.comm.observer import bytes_of_encoded, observer
 from fp8booster.comm.threshold import Op, ReduceOp, group_or_all, ranks_of, uncompressed_reason
 
 
@@ -142,6 +143,7 @@ class Call:
         on_arrival: data arrives only where all ranks have entered the call.
         blocks: the host waits for the other ranks even where the call is asynchronous.
         claimed_as: its name among the ranks; None: `name`.
+        by_nodes: the caller follows `schedule`, which may be one by nodes.
 
     Raises:
         ValueError: the ranks do not agree.
@@ -164,18 +166,22 @@ class Call:
         on_arrival: bool = True,
         blocks: bool = False,
         claimed_as: str | None = None,
+        by_nodes: bool = False,
     ) -> None:
         self.name, self.async_op, self.op = name, async_op, op
         self.encoding, min_bytes = settings(**options)
         self.group = group_or_all(group)  # looked up once
         self.ranks = ranks_of(self.group)
         self._given = tensor.nbytes if given is None else given
+        payload = self._given if payload is None else payload
+        by_nodes = by_nodes and min_bytes is None and gains_by_nodes(name, tensor.device, payload, self.group)
         # before the decision: ranks that differ would decide differently, and wait in different collectives for each
         # other
         self._claim = observer.enter(
             self.group,
             claimed_as or name,
-            asynchronous=async_op and not blocks,
+            # the first call by nodes makes groups
+            asynchronous=async_op and not (blocks or by_nodes),
             on_arrival=on_arrival,
             what={
                 **compared,
@@ -185,12 +191,15 @@ class Call:
                 "min_bytes": min_bytes,
             },
         )
-        payload = self._given if payload is None else payload
-        reason = uncompressed_reason(name, tensor, payload, self.group, min_bytes, op, alike=alike)
+        least = 0 if by_nodes else min_bytes
+        reason = uncompressed_reason(name, tensor, payload, self.group, least, op, alike=alike)
         self.uncompressed = reason is not None
         """The caller runs the plain collective, and then `finish`."""
         if reason is not None:
             observer.count_plain(name, self.ranks, self._given, reason)
+            return
+        self.schedule = schedule_of(self.group) if by_nodes else Schedule(self.group)
+        """The groups that a reduction in FP8 goes through."""
 
     def finish(self, work: Work | None, outputs: Sequence[Tensor]) -> FinishingWork | None:
         """End a plain call: torch raises no version counter of what its collectives write."""
@@ -207,14 +216,21 @@ class Call:
         begin: Callable[[bool], Transfer],
         inputs: Sequence[Tensor],
         outputs: Sequence[Tensor],
+        inside: Mapping[str, int] | None = None,
     ) -> FinishingWork | None:
         """Run the call in FP8; arguments as in `run`.
 
         Args:
             sent: bytes given to each collective of torch.distributed that it uses.
             begin, inputs, outputs: as in the function `run`.
+            inside: bytes given besides to those inside a node, where it runs by nodes.
         """
-        observer.count_encoded(self.name, self.ranks, self._given, sent)
+        between, node, _ = self.schedule
+        transports = [(name, given, between.size()) for name, given in sent.items()]
+        if node is not None and inside is not None:
+            transports += [(name, given, node.size()) for name, given in inside.items()]
+        raw, wire = bytes_of_encoded(self.name, self.ranks, self._given, tuple(transports))
+        observer.count(self.name, 1, raw, wire, by_nodes=node is not None)
         transfer = run(begin, inputs, outputs, self.group, self.async_op)
         if transfer.work is not None:
             return FinishingWork(transfer.work, transfer, outputs, self._claim)

@@ -18,6 +18,8 @@ from fp8booster.comm.call import Call, Transfer
 from fp8booster.comm.encoding import DEFAULT, Encoding, Options, decode_pieces, encode_pieces
 from fp8booster.comm.threshold import Group, Op, ReduceOp, group_or_all, ranks_of
 from fp8booster.comm.transport import (
+    add_and_scatter,
+    divides,
     flat,
     gather_bytes,
     new_message,
@@ -38,7 +40,7 @@ def all_reduce(
     """`torch.distributed.all_reduce`: the sum or mean over ranks, in place. Other reductions run plain."""
     count = tensor.numel()
     blocks = not tensor.is_cuda  # in gloo's first exchange
-    call = Call("all_reduce", tensor, group, async_op, options, {"values": count}, op=op, blocks=blocks)
+    call = Call("all_reduce", tensor, group, async_op, options, {"values": count}, op=op, blocks=blocks, by_nodes=True)
     encoding, ranks = call.encoding, call.ranks
     if call.uncompressed:
         if divides(op, tensor, ranks):
@@ -48,22 +50,27 @@ def all_reduce(
         return call.finish(dist.all_reduce(tensor, op, call.group, async_op), [tensor])
     # pieces of whole 16 values, so that each begins where kernels can move whole vectors; the last is padded
     layout = encoding.even(aligned(math.ceil(count / ranks)), ranks)
-    values, piece, factor = flat(tensor, "tensor"), layout.piece, factor_of(op, ranks)
+    values, piece, schedule = flat(tensor, "tensor"), layout.piece, call.schedule
+    between = schedule.between.size()
+    shared, factor = encoding.even(piece.counts[0], between), factor_of(op, between)
 
     def begin(asynchronous: bool) -> Transfer:
-        message, received = new_message(values, layout.bytes), new_message(values, layout.bytes)
-        encoding.encode(values, message, layout, "all_reduce")
+        message, received = new_message(values, layout.bytes), new_message(values, shared.bytes)
+        # in the places where the gathers want them: nothing is copied for that
+        share = schedule.share_of_message(message, shared.bytes)
+        own = share.narrow(0, schedule.between.rank() * piece.bytes, piece.bytes)
+        encoding.encode(schedule.share_of(values, sum(layout.counts), op), share, shared, "all_reduce")
         # waited for, since the sums are made of it: on a GPU by the stream, not by the host
-        dist.all_to_all_single(received, message, group=call.group)
-        # in the place where the gather wants it: nothing is copied for that
-        own = message.narrow(0, call.group.rank() * piece.bytes, piece.bytes)
+        dist.all_to_all_single(received, share, group=schedule.between)
         # the sum is cast again, so that it is gathered in FP8 too, and every rank decodes the same bytes
-        encoding.decode_sum_encode(received, own, layout, factor, "all_reduce")
-        work = gather_bytes(message, own, call.group, asynchronous)
+        encoding.decode_sum_encode(received, own, shared, factor, "all_reduce")
+        work = schedule.gather(message, share, own, asynchronous)
         return Transfer(work, lambda: encoding.decode(message, values, layout), (message,))
 
-    sent = {"all_to_all_single": layout.bytes, "all_gather_into_tensor": piece.bytes}
-    return call.run(sent, begin, [values], [tensor])
+    sent = {"all_to_all_single": shared.bytes, "all_gather_into_tensor": piece.bytes}
+    padded = sum(layout.counts) * values.element_size()
+    inside = {"reduce_scatter_tensor": padded, "all_gather_into_tensor": shared.bytes}
+    return call.run(sent, begin, [values], [tensor], inside)
 
 
 def all_reduce_coalesced(
@@ -123,7 +130,8 @@ def reduce_scatter_tensor(
     **options: Unpack[Options],
 ) -> Work | None:
     """`torch.distributed.reduce_scatter_tensor`: each rank's part of the sum or mean over ranks, rounded once."""
-    call = Call("reduce_scatter_tensor", input, group, async_op, options, {"values": input.numel()}, op=op)
+    compared = {"values": input.numel()}
+    call = Call("reduce_scatter_tensor", input, group, async_op, options, compared, op=op, by_nodes=True)
     if call.uncompressed:
         return reduce_scatter_uncompressed(call, output, input)
     sums, values = flat(output, "output"), flat(input, "input")
@@ -193,6 +201,7 @@ def reduce_scatter_coalesced(
         op=op,
         given=sum(sizes) * inputs[0].element_size(),
         claimed_as="reduce_scatter_coalesced",
+        by_nodes=True,
     )
     if not call.uncompressed:
         _sum_parts(call, inputs, outputs, outputs)
@@ -209,35 +218,25 @@ def reduce_scatter_coalesced(
 
 def _sum_parts(call: Call, values: Sequence[Tensor], sums: Tensor, output: Tensor) -> Work | None:
     """Write this rank's part of the sum or mean of tensors, side by side, over ranks to `sums` [N], of `output`."""
-    encoding = call.encoding
-    layout, factor = encoding.even(sums.numel(), call.ranks), factor_of(call.op, call.ranks)
+    encoding, schedule = call.encoding, call.schedule
+    between = schedule.between.size()
+    layout, factor = encoding.even(sums.numel(), between), factor_of(call.op, between)
 
     def begin(asynchronous: bool) -> Transfer:
         message, received = new_message(sums, layout.bytes), new_message(sums, layout.bytes)
-        encoding.encode(values, message, layout, call.name)
+        encoding.encode(schedule.share_of_parts(values, call.op), message, layout, call.name)
         # every rank sends each other one its part: FP8 values cannot be added on their way without rounding each sum
-        work = dist.all_to_all_single(received, message, group=call.group, async_op=asynchronous)
+        work = dist.all_to_all_single(received, message, group=schedule.between, async_op=asynchronous)
         # both are kept: the transport reads the one until it has ended, and the sum is made of the other
         return Transfer(work, lambda: encoding.decode_sum(received, sums, layout, factor), (received, message))
 
-    return call.run({"all_to_all_single": layout.bytes}, begin, values, [output])
+    inside = {"reduce_scatter_tensor": sum(tensor.nbytes for tensor in values)}
+    return call.run({"all_to_all_single": layout.bytes}, begin, values, [output], inside)
 
 
 def reduce_scatter_uncompressed(call: Call, output: Tensor, input: Tensor) -> Work | None:
     """`reduce_scatter_tensor` of a call that has a reason for it."""
-    op = call.op
-    if divides(op, input, call.ranks):
-        # a copy: the caller's input is not to change
-        input, op = input.detach() / call.ranks, ReduceOp.SUM
-    return call.finish(one_tensor("reduce_scatter")(output, input, op, call.group, call.async_op), [output])
-
-
-def divides(op: Op, tensor: Tensor, ranks: int) -> bool:
-    """Tell whether a plain mean is a sum of values that ranks have divided: gloo, on the CPU, knows none.
-
-    Divided first, as NCCL does, for the sum of what has a finite mean may overflow.
-    """
-    return op == ReduceOp.AVG and tensor.is_floating_point() and not tensor.is_cuda and ranks > 0
+    return call.finish(add_and_scatter(output, input, call.op, call.group, call.async_op), [output])
 
 
 def factor_of(op: Op, ranks: int) -> float:

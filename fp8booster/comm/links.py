@@ -11,8 +11,8 @@ import os
 import platform
 import sys
 import warnings
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,9 @@ from fp8booster.version import __version__
 INSIDE_A_NODE = "inside a node"
 BETWEEN_NODES = "between nodes"
 
+BY_NODES = "between nodes, by nodes"
+"""The thresholds of reductions that add inside each node first (`comm.by_nodes`), where nodes have several ranks."""
+
 VARIABLE = "FP8BOOSTER_LINKS"
 """The environment variable with the file's path; empty: no file is read."""
 
@@ -34,6 +37,9 @@ NEVER = sys.maxsize
 
 KINDS = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single", "broadcast", "send")
 """The collectives that are measured, by their rows in `comm.statistics`."""
+
+REDUCTIONS = ("all_reduce", "reduce_scatter_tensor")
+"""Those of them that can run by nodes."""
 
 _AS = {"all_gather": "all_gather_into_tensor", "all_to_all": "all_to_all_single"}
 """The same transport with its tensors in a list."""
@@ -53,6 +59,9 @@ class Links:
 
     minimum_bytes: Mapping[str, Mapping[str, int | None]] = field(default_factory=dict)
     """By link and collective; None where FP8 gains at no size that was measured."""
+
+    first_ranks: Sequence[int] = ()
+    """For each rank the first one of its node."""
 
     def find(self, device: torch.device, link: str, collective: str) -> int | None:
         """Return the payload from which a collective is sent in FP8, `NEVER`, or None where it was not measured."""
@@ -99,11 +108,23 @@ def write_links(path: Path, minimum_bytes: Mapping[str, Mapping[str, int | None]
     write_whole(path, json.dumps(record, indent=1) + "\n")
 
 
+def own_node() -> tuple[int, int]:
+    """Return the first rank of this one's node, and how many it has."""
+    # torchrun numbers the ranks of a node one after the other. A launcher that does not say how many a node has is
+    # taken to start several nodes: there fewer bytes always help.
+    here, rank = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), dist.get_rank()
+    return rank - int(os.environ.get("LOCAL_RANK", rank % here)), here
+
+
 def agree_on_links(world: dist.ProcessGroup) -> Links:
-    """Return what rank 0 reads; all ranks of the group of all call it."""
+    """Return what rank 0 reads, with the nodes of all; all ranks of the group of all call it."""
     store = dist.PrefixStore("fp8booster links", _get_process_group_store(world))
+    store.set(f"node of {world.rank()}", str(own_node()[0]))
     if world.rank() == 0:
-        found = _read(file_of_links())
+        keys = [f"node of {rank}" for rank in range(world.size())]
+        found = replace(_read(file_of_links()), first_ranks=[int(first) for first in map(store.get, keys)])
+        for key in keys:
+            store.delete_key(key)
         store.set("found", json.dumps(asdict(found)))
     else:
         found = Links(**json.loads(store.get("found")))
@@ -129,7 +150,9 @@ def _links_of(path: Path) -> Links:
     """Return the thresholds of a file; raises ValueError or OSError where there are none for here."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        measured = {link: {kind: record["minimum_bytes"][link][kind] for kind in KINDS} for link in _links(record)}
+        measured = {
+            link: {kind: record["minimum_bytes"][link][kind] for kind in kinds} for link, kinds in _measured(record)
+        }
         then, date, hosts = dict(record["conditions"]), str(record["date"]), ", ".join(record["hosts"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is damaged or of another version; {_AGAIN}") from error
@@ -144,5 +167,10 @@ def _links_of(path: Path) -> Links:
     return Links(f"measured {date} on {hosts} ({path})", device, measured)
 
 
-def _links(record: dict[str, Any]) -> list[str]:
-    return [link for link in (INSIDE_A_NODE, BETWEEN_NODES) if link in record["minimum_bytes"]]
+def _measured(record: dict[str, Any]) -> list[tuple[str, Sequence[str]]]:
+    links: list[tuple[str, Sequence[str]]] = [
+        (link, KINDS) for link in (INSIDE_A_NODE, BETWEEN_NODES) if link in record["minimum_bytes"]
+    ]
+    if BETWEEN_NODES in record["minimum_bytes"] and record["conditions"]["ranks of a node"] > 1:
+        links.append((BY_NODES, REDUCTIONS))
+    return links

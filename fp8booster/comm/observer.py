@@ -40,6 +40,9 @@ class Row:
     wire_bytes: int = 0
     """Bytes sent: values, scales and padding of FP8 calls, all bytes of uncompressed ones."""
 
+    by_nodes: int = 0
+    """Calls of which ranks of a node added in the tensors' dtype, and those of different nodes in FP8."""
+
     uncompressed: Counter[str] = field(default_factory=Counter)
     """Calls that went uncompressed, by reason."""
 
@@ -66,11 +69,14 @@ class Statistics:
         table.add_column("collective")
         for column in ("calls", "raw MiB", "wire MiB", "wire / raw"):
             table.add_column(column, justify="right")
+        if any(row.by_nodes for row in self.rows.values()):
+            table.add_column("by nodes", justify="right")
         table.add_column("uncompressed")
         for name, row in self.rows.items():
             raw, wire = (f"{count / 2**20:.2f}" for count in (row.raw_bytes, row.wire_bytes))
             reasons = ", ".join(f"{count} {reason}" for reason, count in row.uncompressed.most_common())
-            table.add_row(name, str(row.calls), raw, wire, f"{row.ratio:.3f}", reasons)
+            by_nodes = [str(row.by_nodes)] if len(table.columns) == 7 else []
+            table.add_row(name, str(row.calls), raw, wire, f"{row.ratio:.3f}", *by_nodes, reasons)
         return table
 
     def __str__(self) -> str:
@@ -152,7 +158,8 @@ class Observer:
             transports: bytes given to each collective of torch.distributed that it uses.
             collective: the plain one, where the row has another name.
         """
-        raw, wire = bytes_of_encoded(collective or name, ranks, payload, tuple(transports.items()))
+        sent = tuple((transport, given, ranks) for transport, given in transports.items())
+        raw, wire = bytes_of_encoded(collective or name, ranks, payload, sent)
         self.count(name, 1, raw, wire)
 
     def count_plain(
@@ -170,16 +177,19 @@ class Observer:
         sent = bytes_sent(collective or name, payload, max(ranks, 1))
         self.count(name, calls, sent, sent, reason)
 
-    def count(self, name: str, calls: int, raw: int, wire: int, reason: str | None = None) -> None:
+    def count(
+        self, name: str, calls: int, raw: int, wire: int, reason: str | None = None, *, by_nodes: bool = False
+    ) -> None:
         """Count calls whose bytes are known together, now or at each replay."""
-        self.note(partial(self._add, name, calls, raw, wire, reason))
+        self.note(partial(self._add, name, calls, raw, wire, reason, by_nodes))
 
-    def _add(self, name: str, calls: int, raw: int, wire: int, reason: str | None) -> None:
+    def _add(self, name: str, calls: int, raw: int, wire: int, reason: str | None, by_nodes: bool) -> None:
         with self.lock:
             row = self.rows[name]
             row.calls += calls
             row.raw_bytes += raw
             row.wire_bytes += wire
+            row.by_nodes += calls if by_nodes else 0
             if reason is not None:
                 row.uncompressed[reason] += calls
 
@@ -210,10 +220,15 @@ class Observer:
 # a step repeats its calls: their bytes are computed once
 @functools.lru_cache(maxsize=4096)
 def bytes_of_encoded(
-    collective: str, ranks: int, payload: int, transports: tuple[tuple[str, int], ...]
+    collective: str, ranks: int, payload: int, transports: tuple[tuple[str, int, int], ...]
 ) -> tuple[int, int]:
-    """Return the bytes that the plain collective would send of a payload, and those that its transports send."""
-    wire = sum([bytes_sent(transport, given, ranks) for transport, given in transports])
+    """Return the bytes that the plain collective would send of a payload, and those that its transports send.
+
+    Args:
+        collective, ranks, payload: the plain one's.
+        transports: the collective, the bytes that it is given and its ranks, for each that is used.
+    """
+    wire = sum([bytes_sent(*each) for each in transports])
     return bytes_sent(collective, payload, ranks), wire
 
 

@@ -8,7 +8,6 @@ group.
 
 from __future__ import annotations
 
-import os
 import weakref
 
 import torch
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8booster import formats
-from fp8booster.comm.links import BETWEEN_NODES, ESTIMATED, INSIDE_A_NODE, NEVER, Links, agree_on_links
+from fp8booster.comm.links import BETWEEN_NODES, ESTIMATED, INSIDE_A_NODE, NEVER, Links, agree_on_links, own_node
 
 ON_THE_CPU = "on the CPU"
 
@@ -96,17 +95,22 @@ def minimum_bytes(name: str, device: torch.device, group: dist.ProcessGroup | No
     return MINIMUM_BYTES[ON_THE_CPU if device.type == "cpu" else topology(group)]
 
 
-def use_links() -> Links:
+def use_links(links: Links | None = None) -> Links:
     """Take the thresholds of the file, where it is of this machine and these ranks. All ranks call it.
 
     Each process group of all ranks takes them once. A file of other conditions, or a damaged one, is not used: `source`
     and a warning of rank 0 give the reason.
+
+    Args:
+        links: what to take in place of the file's, alike on all ranks.
     """
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     # one rank sends nothing, and a planned run's ranks are not there
     if world is None or world.size() < 2 or dist.get_backend(world) == "fake":
         return ESTIMATED
-    if world not in _in_use:
+    if links is not None:
+        _in_use[world] = links
+    elif world not in _in_use:
         _in_use[world] = agree_on_links(world)
     return _in_use[world]
 
@@ -151,9 +155,7 @@ _topologies: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKey
 
 
 def _topology(ranks: list[int]) -> str:
-    # torchrun numbers the ranks of a node one after the other. A launcher that does not say how many a node has is
-    # taken to start several nodes: there fewer bytes always help. Nodes may have different numbers of ranks, so each
-    # rank looks where its own node begins: what members of one group find is the same.
-    here, rank = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), dist.get_rank()
-    first = rank - int(os.environ.get("LOCAL_RANK", rank % here))
+    # nodes may have different numbers of ranks, so each rank looks at its own: what members of one group find is the
+    # same
+    first, here = own_node()
     return INSIDE_A_NODE if all(first <= each < first + here for each in ranks) else BETWEEN_NODES

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Work
 
-from fp8booster.comm.threshold import ranks_of
+from fp8booster.comm.threshold import Op, ReduceOp, ranks_of
 from fp8booster.kernels.scales import amaxes_of
 
 
@@ -54,6 +54,24 @@ _NAMES = {name: f"{name}_{suffix}" for name, suffix in zip(("all_gather", "reduc
 def one_tensor(collective: str) -> Callable[..., Work | None]:
     """Return `all_gather` or `reduce_scatter` of one tensor, by the name that torch 2.13 gives it or that of before."""
     return getattr(dist, _NAMES[collective])  # at each call, for it may be wrapped to count it
+
+
+def add_and_scatter(
+    output: Tensor, input: Tensor, op: Op, group: dist.ProcessGroup | None, asynchronous: bool = False
+) -> Work | None:
+    """Write this rank's part of the sum or mean over ranks, which the backend adds in the tensors' dtype."""
+    if divides(op, input, ranks_of(group)):
+        # a copy: the caller's input is not to change
+        input, op = input.detach() / ranks_of(group), ReduceOp.SUM
+    return one_tensor("reduce_scatter")(output, input, op, group, asynchronous)
+
+
+def divides(op: Op, tensor: Tensor, ranks: int) -> bool:
+    """Tell whether a plain mean is a sum of values that ranks have divided: gloo, on the CPU, knows none.
+
+    Divided first, as NCCL does, for the sum of what has a finite mean may overflow.
+    """
+    return op == ReduceOp.AVG and tensor.is_floating_point() and not tensor.is_cuda and ranks > 0
 
 
 def gather_bytes(

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import fp8booster.comm as comm
 from fp8booster.comm import links, threshold
-from fp8booster.comm.links import BETWEEN_NODES, ESTIMATED, INSIDE_A_NODE, KINDS, NEVER, VARIABLE
+from fp8booster.comm.links import BETWEEN_NODES, BY_NODES, ESTIMATED, INSIDE_A_NODE, KINDS, NEVER, REDUCTIONS, VARIABLE
 from fp8booster.comm.threshold import MINIMUM_BYTES, ON_THE_CPU, minimum_bytes, use_links
 from tests.distributed import ranks, run_ranks
 
@@ -22,6 +22,7 @@ CPU = torch.device("cpu")
 MEASURED = {
     INSIDE_A_NODE: dict.fromkeys(KINDS, 4096),
     BETWEEN_NODES: dict.fromkeys(KINDS, 8192) | {"all_to_all_single": None},
+    BY_NODES: dict.fromkeys(REDUCTIONS),
 }
 
 

@@ -13,6 +13,7 @@ from fp8booster.comm.encoding import DEFAULT, Encoding
 
 PLAIN = "BF16"
 ENCODED = "FP8"
+ENCODED_BY_NODES = "FP8 by nodes"
 
 Call = Callable[[], torch.Tensor]
 """Runs the collective once and returns what it wrote."""
@@ -25,6 +26,8 @@ class Bench:
     group: dist.ProcessGroup
     device: torch.device
     encoding: Encoding = DEFAULT
+    min_bytes: int | None = 0
+    """Of calls in FP8: those of 0 exchange FP8 with all ranks, and those of None do as `use_links` has it."""
 
     @property
     def ranks(self) -> int:
@@ -47,8 +50,8 @@ class Bench:
         return values.to(dtype)
 
     def options(self, module: ModuleType) -> dict[str, object]:
-        """Return the group, and of `fp8booster.comm` what it takes beyond torch's arguments: FP8 at any size."""
-        fp8 = {} if module is dist else {"encoding": self.encoding, "min_bytes": 0}
+        """Return the group, and of `fp8booster.comm` what it takes beyond torch's arguments."""
+        fp8 = {} if module is dist else {"encoding": self.encoding, "min_bytes": self.min_bytes}
         return {"group": self.group, **fp8}
 
 

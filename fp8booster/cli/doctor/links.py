@@ -6,7 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from statistics import median
 
@@ -15,10 +15,20 @@ import torch
 import torch.distributed as dist
 
 from fp8booster import comm
-from fp8booster.cli.doctor.calls import COLLECTIVES, ENCODED, PLAIN, Bench
+from fp8booster.cli.doctor.calls import COLLECTIVES, ENCODED, ENCODED_BY_NODES, PLAIN, Bench
 from fp8booster.cli.doctor.timing import time_ranks_interleaved
-from fp8booster.comm.links import BETWEEN_NODES, ESTIMATED, INSIDE_A_NODE, VARIABLE, file_of_links, write_links
-from fp8booster.comm.threshold import group_or_all
+from fp8booster.comm.by_nodes import always_by_nodes
+from fp8booster.comm.links import (
+    BETWEEN_NODES,
+    BY_NODES,
+    ESTIMATED,
+    INSIDE_A_NODE,
+    REDUCTIONS,
+    VARIABLE,
+    file_of_links,
+    write_links,
+)
+from fp8booster.comm.threshold import group_or_all, use_links
 
 ROUNDS, SAMPLE_MS = 7, 10.0
 """Samples of each time, and what each lasts at least."""
@@ -46,6 +56,12 @@ class LinkTime:
     ratio_p90: float
     """90th percentile over the samples of FP8's time over that in 16 bits."""
 
+    by_nodes_ms: float | None = None
+    """The median in FP8 by nodes, of reductions between nodes of several ranks; else None."""
+
+    by_nodes_ratio_p90: float | None = None
+    """90th percentile of that time over the shorter of the others."""
+
 
 @dataclass(frozen=True)
 class LinkTimes:
@@ -57,7 +73,7 @@ class LinkTimes:
     device: str
     times: list[LinkTime]
     minimum_bytes: dict[str, dict[str, int | None]]
-    """By link and collective; None where FP8 gains at no size."""
+    """By link and collective; None where FP8 gains at no size. Those by nodes gain over both other forms."""
 
     file: str | None
     """Where the thresholds were written, on rank 0's node; None: nowhere."""
@@ -125,9 +141,11 @@ def _measure(device: torch.device, sizes: list[int], announce: Callable[[str], o
     counts = {count for count, _ in found}
     if len(counts) > 1:
         raise ValueError(f"nodes have {' and '.join(map(str, sorted(counts)))} ranks; start as many on each")
+    use_links(always_by_nodes(device, [rank - rank % of_a_node for rank in range(ranks)]))
     times = []
     for link, group in _groups(ranks, of_a_node).items():
         bench = Bench(group, device)
+        by_nodes = replace(bench, min_bytes=None)
         for collective, build in COLLECTIVES.items():
             for size in sizes:
                 announce(f"Timing {collective} {link}, {size / 2**20:g} MiB")
@@ -136,10 +154,16 @@ def _measure(device: torch.device, sizes: list[int], announce: Callable[[str], o
                     name: build(module, bench, count, torch.bfloat16)
                     for name, module in ((PLAIN, dist), (ENCODED, comm))
                 }
+                if link == BETWEEN_NODES and of_a_node > 1 and collective in REDUCTIONS:
+                    variants[ENCODED_BY_NODES] = build(comm, by_nodes, count, torch.bfloat16)
                 elapsed = time_ranks_interleaved(variants, device=device, rounds=ROUNDS, sample_ms=SAMPLE_MS)
                 plain, fp8 = elapsed[PLAIN], elapsed[ENCODED]
                 ratio = float(np.percentile(np.divide(fp8, plain), 90))
-                times.append(LinkTime(link, collective, size, median(plain), median(fp8), ratio))
+                found_by_nodes: tuple[float, ...] = ()
+                if ENCODED_BY_NODES in elapsed:
+                    ratios = np.divide(elapsed[ENCODED_BY_NODES], np.minimum(plain, fp8))
+                    found_by_nodes = median(elapsed[ENCODED_BY_NODES]), float(np.percentile(ratios, 90))
+                times.append(LinkTime(link, collective, size, median(plain), median(fp8), ratio, *found_by_nodes))
     thresholds = thresholds_of(times)
     hosts, path = list(dict.fromkeys(host for _, host in found)), file_of_links()
     if path is not None and dist.get_rank() == 0:
@@ -154,6 +178,9 @@ def thresholds_of(times: list[LinkTime]) -> dict[str, dict[str, int | None]]:
     ratios: dict[str, dict[str, dict[float, float]]] = {}
     for each in times:
         ratios.setdefault(each.link, {}).setdefault(each.collective, {})[each.payload] = each.ratio_p90
+        if each.by_nodes_ratio_p90 is not None:
+            by_size = ratios.setdefault(BY_NODES, {}).setdefault(each.collective, {})
+            by_size[each.payload] = each.by_nodes_ratio_p90
     found: dict[str, dict[str, int | None]] = {}
     for link, kinds in ratios.items():
         least = {kind: smallest_that_gains(by_size) for kind, by_size in kinds.items()}
@@ -178,8 +205,12 @@ def sentences(found: LinkTimes) -> list[str]:
     for link, kinds in found.minimum_bytes.items():
         gains = [f"{kind} from {size / 2**20:g} MiB" for kind, size in kinds.items() if size is not None]
         others = [kind for kind, size in kinds.items() if size is None]
-        clauses = [f"FP8 gains in {', '.join(gains)}"] if gains else []
-        clauses += [f"{', '.join(others)} stay in 16 bits"] if others else []
+        if link == BY_NODES:
+            clauses = [f"FP8 by nodes gains most in {', '.join(gains)}"] if gains else []
+            clauses += [f"{', '.join(others)} do not run so"] if others else []
+        else:
+            clauses = [f"FP8 gains in {', '.join(gains)}"] if gains else []
+            clauses += [f"{', '.join(others)} stay in 16 bits"] if others else []
         lines.append(f"{link}: {'; '.join(clauses)}")
     if found.file is None:
         lines.append(f"{VARIABLE} is empty: nothing was written, and thresholds stay {ESTIMATED.source.split(';')[0]}.")

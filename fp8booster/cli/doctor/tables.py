@@ -49,20 +49,28 @@ def show(examination: Examination, console: Console, patches: bool = False) -> N
 
 def show_links(found: LinkTimes, console: Console) -> None:
     """Print the times of collectives on each link, and which gain in FP8."""
-    numbers = ("MiB", "16 bits, ms", "FP8, ms", "FP8 / 16 bits")
     nodes = found.ranks // found.ranks_of_a_node
-    for link in found.minimum_bytes:
+    for link in dict.fromkeys(each.link for each in found.times):
+        numbers = ["MiB", "16 bits, ms", "FP8, ms", "FP8 / 16 bits"]
+        by_nodes = any(each.link == link and each.by_nodes_ms is not None for each in found.times)
+        numbers += ["by nodes, ms", "by nodes / best"] if by_nodes else []
         title = f"Collectives {link}: {nodes} nodes of {found.ranks_of_a_node} ranks, {found.device}"
         table = _table(title, "collective", *numbers, right=numbers)
         for each in found.times:
             if each.link == link:
-                gains = "green" if each.ratio_p90 < 1 else ""
-                ratio = Text(f"{each.fp8_ms / each.plain_ms:.2f}", gains)
-                payload = f"{each.payload / 2**20:g}"
-                table.add_row(each.collective, payload, f"{each.plain_ms:.3f}", f"{each.fp8_ms:.3f}", ratio)
+                row = [f"{each.payload / 2**20:g}", f"{each.plain_ms:.3f}", f"{each.fp8_ms:.3f}"]
+                ratios = [_ratio(each.fp8_ms / each.plain_ms, each.ratio_p90)]
+                if each.by_nodes_ms is not None and each.by_nodes_ratio_p90 is not None:
+                    best = min(each.plain_ms, each.fp8_ms)
+                    ratios += [f"{each.by_nodes_ms:.3f}", _ratio(each.by_nodes_ms / best, each.by_nodes_ratio_p90)]
+                table.add_row(each.collective, *row, *ratios)
         console.print(table)
     for line in sentences(found):
         console.print(line, soft_wrap=True)
+
+
+def _ratio(median: float, ratio_p90: float) -> Text:
+    return Text(f"{median:.2f}", "green" if ratio_p90 < 1 else "")
 
 
 def _table(title: str, *columns: str, right: Iterable[str] = (), caption: str | None = None) -> Table:

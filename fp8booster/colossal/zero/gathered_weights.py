@@ -115,7 +115,9 @@ class WeightBatch:
         self.sharded = ShardedCast(self.groups, self.parameters[0].device, counts)
         # sizes do not change, so the host adds bytes up once and not at each step
         sent = [
-            bytes_of_encoded(_GATHER, ranks, size * weight.element_size(), ((_GATHER, size), ("all_reduce", 4)))
+            bytes_of_encoded(
+                _GATHER, ranks, size * weight.element_size(), ((_GATHER, size, ranks), ("all_reduce", 4, ranks))
+            )
             for weight, (_, size) in zip(self.parameters, sizes, strict=True)
         ]
         self._bytes = [sum(column) for column in zip(*sent, strict=True)]

@@ -7,12 +7,14 @@ import os
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from fp8booster.cli.doctor import links as doctor
-from fp8booster.cli.doctor.links import LinkTime, payloads, smallest_that_gains, thresholds_of
+from fp8booster.cli.doctor.links import LinkTime, LinkTimes, payloads, smallest_that_gains, thresholds_of
+from fp8booster.cli.doctor.tables import show_links
 from fp8booster.cli.main import app
-from fp8booster.comm.links import BETWEEN_NODES, INSIDE_A_NODE, KINDS, VARIABLE
+from fp8booster.comm.links import BETWEEN_NODES, BY_NODES, INSIDE_A_NODE, KINDS, REDUCTIONS, VARIABLE
 from fp8booster.comm.threshold import use_links
 from tests.distributed import run_ranks
 
@@ -39,7 +41,14 @@ def test_both_links_are_measured_and_written_for_training_to_read(tmp_path: Path
     path = tmp_path / "new" / "links.json"
     found = run_ranks(diagnose, 4, str(path), initialize=False)
     record = json.loads(path.read_text())
+    by_nodes = record["minimum_bytes"].pop(BY_NODES)
     assert list(record["minimum_bytes"]) == [INSIDE_A_NODE, BETWEEN_NODES]
+    timed = {each["collective"]: each for each in record["times"] if each["by_nodes_ms"] is not None}
+    assert list(timed) == list(by_nodes) == list(REDUCTIONS)
+    for kind, time in timed.items():
+        assert time["link"] == BETWEEN_NODES
+        assert time["by_nodes_ms"] > 0
+        assert by_nodes[kind] == (2**16 if time["by_nodes_ratio_p90"] < 1 else None)
     for link, kinds in record["minimum_bytes"].items():
         assert sorted(kinds) == sorted(KINDS)
         for kind in KINDS:
@@ -52,6 +61,7 @@ def test_both_links_are_measured_and_written_for_training_to_read(tmp_path: Path
         assert str(path) in source
     for rank, output in enumerate(found):
         assert ("Collectives between nodes: 2 nodes of 2 ranks" in output) == (rank == 0)
+    assert f"{BY_NODES}: " in found[0]
     assert f"written to {path}" in found[0].replace("\n", "")
 
 
@@ -65,9 +75,32 @@ def test_the_threshold_is_where_fp8_stays_faster() -> None:
     times = [
         LinkTime(BETWEEN_NODES, "send", size, 1.0, ratio, ratio) for size, ratio in ((1, 1.2), (4, 0.9), (16, 0.6))
     ]
-    assert thresholds_of([*times, LinkTime(BETWEEN_NODES, "broadcast", 16, 1.0, 1.2, 1.2)]) == {
-        BETWEEN_NODES: {"send": 4, "broadcast": None}
+    times.append(LinkTime(BETWEEN_NODES, "broadcast", 16, 1.0, 1.2, 1.2))
+    times += [
+        LinkTime(BETWEEN_NODES, "all_reduce", size, 1.0, 1.2, 1.2, ratio, ratio)
+        for size, ratio in ((4, 1.1), (16, 0.9))
+    ]
+    assert thresholds_of(times) == {
+        BETWEEN_NODES: {"send": 4, "broadcast": None, "all_reduce": None},
+        BY_NODES: {"all_reduce": 16},
     }
+
+
+def test_the_table_of_a_link_has_columns_by_nodes_where_they_were_timed() -> None:
+    times = [
+        LinkTime(INSIDE_A_NODE, "send", 2**20, 1.0, 0.5, 0.6),
+        LinkTime(BETWEEN_NODES, "all_reduce", 2**20, 4.0, 2.0, 0.6, 1.0, 0.7),
+        LinkTime(BETWEEN_NODES, "send", 2**20, 4.0, 2.0, 0.6),
+    ]
+    console = Console(width=200, no_color=True)
+    with console.capture() as capture:
+        show_links(LinkTimes(["a", "b"], 4, 2, "CPU", times, thresholds_of(times), "links.json"), console)
+    inside, between = capture.get().split("Collectives between nodes: ")
+    assert "by nodes" not in inside
+    assert "by nodes / best" in between
+    (row,) = (line.split() for line in between.splitlines() if "all_reduce" in line and "gain" not in line)
+    assert row == ["all_reduce", "1", "4.000", "2.000", "0.50", "1.000", "0.50"]
+    assert f"{BY_NODES}: FP8 by nodes gains most in all_reduce from 1 MiB" in between
 
 
 def test_payloads() -> None:
