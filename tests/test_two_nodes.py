@@ -76,7 +76,6 @@ def test_by_nodes_a_node_sends_fewer_bytes(tmp_path: Path) -> None:
     records = {record["collective"]: record for record in json.loads(file.read_text())["tables"]["bytes"]}
     for name in REDUCTIONS:
         found = records[name]
-        # of two ranks a node: the payload once in FP8, in place of one and a half times or more
         assert found["FP8 by nodes"] < 0.65 * found["FP8"] < 0.65 * found["BF16"]
         assert found["error of FP8 by nodes"] < 1.1 * found["error of FP8"]
 

@@ -69,14 +69,15 @@ class Statistics:
         table.add_column("collective")
         for column in ("calls", "raw MiB", "wire MiB", "wire / raw"):
             table.add_column(column, justify="right")
-        if any(row.by_nodes for row in self.rows.values()):
+        by_nodes = any(row.by_nodes for row in self.rows.values())
+        if by_nodes:
             table.add_column("by nodes", justify="right")
         table.add_column("uncompressed")
         for name, row in self.rows.items():
             raw, wire = (f"{count / 2**20:.2f}" for count in (row.raw_bytes, row.wire_bytes))
             reasons = ", ".join(f"{count} {reason}" for reason, count in row.uncompressed.most_common())
-            by_nodes = [str(row.by_nodes)] if len(table.columns) == 7 else []
-            table.add_row(name, str(row.calls), raw, wire, f"{row.ratio:.3f}", *by_nodes, reasons)
+            ending = (str(row.by_nodes), reasons) if by_nodes else (reasons,)
+            table.add_row(name, str(row.calls), raw, wire, f"{row.ratio:.3f}", *ending)
         return table
 
     def __str__(self) -> str:
