@@ -1,7 +1,7 @@
 """Reductions by nodes: ranks of a node add in the tensors' dtype, and ranks of one place in their nodes in FP8.
 
 A reduction in FP8 is an all-to-all, of which a node sends the more the more ranks it has. By nodes a rank exchanges a
-share of its node's sum with one rank of each other node: what leaves a node is the payload, in FP8, whatever its ranks.
+share of its node's sum with one rank of each other node, and what leaves a node does not grow with its ranks.
 
 A call runs so where `fp8booster doctor --nodes` measured that it takes the least time of the three forms, and where the
 group has as many ranks, two or more, on each of several nodes. Which ranks share a node is agreed with the thresholds.
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8booster.comm.links import BY_NODES, REDUCTIONS, Links
-from fp8booster.comm.threshold import Op, links_in_use
+from fp8booster.comm.threshold import Op, nodes_of, ranks_of
 from fp8booster.comm.transport import add_and_scatter, gather_bytes
 from fp8booster.kernels.message_layout import side_by_side
 
@@ -44,13 +44,10 @@ class Schedule(NamedTuple):
         return _share_of_sum(values, op, self.inside)
 
     def share_of_parts(self, tensors: Sequence[Tensor], op: Op) -> Sequence[Tensor]:
-        """Return what each rank of `between` is to have of tensors that hold a part for each rank of the group."""
-        if self.inside is None:
-            return tensors
-        ranks = len(self.order)
-        order = torch.tensor(self.order, device=tensors[0].device)
-        values = side_by_side(tensors, ranks).view(ranks, -1).index_select(0, order)
-        return [_share_of_sum(values.view(-1), op, self.inside)]
+        """Return by nodes this rank's share of tensors that hold a part for each rank: those for its place [N]."""
+        rows = side_by_side(tensors, len(self.order)).view(len(self.order), -1)
+        # no index on the device: to copy it there makes the host wait
+        return [_share_of_sum(torch.cat([rows[rank] for rank in self.order]), op, self.inside)]
 
     def share_of_message(self, message: Tensor, size: int) -> Tensor:
         """Return the part of a message [bytes] with this rank's share, of `size` bytes."""
@@ -62,8 +59,8 @@ class Schedule(NamedTuple):
         return work if self.inside is None else gather_bytes(message, share, self.inside, asynchronous)
 
 
-def _share_of_sum(values: Tensor, op: Op, group: dist.ProcessGroup) -> Tensor:
-    share = values.new_empty(values.numel() // group.size())
+def _share_of_sum(values: Tensor, op: Op, group: dist.ProcessGroup | None) -> Tensor:
+    share = values.new_empty(values.numel() // ranks_of(group))
     add_and_scatter(share, values, op, group)
     return share
 
@@ -78,17 +75,11 @@ def always_by_nodes(device: torch.device, first_ranks: Sequence[int]) -> Links:
     return Links("none while they are measured", device.type, {BY_NODES: dict.fromkeys(REDUCTIONS, 0)}, first_ranks)
 
 
-def gains_by_nodes(name: str, device: torch.device, payload: int, group: dist.ProcessGroup | None) -> bool:
-    """Tell whether a reduction of a group was measured to take the least time by nodes."""
-    least = links_in_use().find(device, BY_NODES, name)
-    return least is not None and payload >= least and bool(_nodes_of(group))
-
-
 def schedule_of(group: dist.ProcessGroup) -> Schedule:
     """Return the schedule by nodes of a group that has such; its first call makes the groups, on all of its ranks."""
     found = _schedules.get(group)
     if found is None:
-        nodes, rank, backend = _nodes_of(group), dist.get_rank(), dist.get_backend_config(group)
+        nodes, rank, backend = nodes_of(group), dist.get_rank(), dist.get_backend_config(group)
         (node,) = (node for node in nodes if rank in node)
         inside, between = (
             # known to its ranks alone: those of other groups make no such call
@@ -101,25 +92,3 @@ def schedule_of(group: dist.ProcessGroup) -> Schedule:
 
 
 _schedules: weakref.WeakKeyDictionary[dist.ProcessGroup, Schedule] = weakref.WeakKeyDictionary()
-
-
-def _nodes_of(group: dist.ProcessGroup | None) -> list[list[int]]:
-    """Return a group's ranks by node, or none unless there are two nodes or more, of as many ranks, two or more."""
-    # outside of a group torch gives a marker in its place
-    if not isinstance(group, dist.ProcessGroup):
-        return []
-    if group not in _nodes:
-        first_of = links_in_use().first_ranks
-        by_node: dict[int, list[int]] = {}
-        for rank in sorted(dist.get_process_group_ranks(group)):
-            by_node.setdefault(first_of[rank], []).append(rank)
-        nodes = list(by_node.values())
-        even = len(nodes) > 1 and len(nodes[0]) > 1 and len({len(node) for node in nodes}) == 1
-        world = dist.group.WORLD
-        # a communicator that is bound to its device is divided by all ranks of the world, which are not here
-        divided = world is not None and world.bound_device_id is not None and group.size() < world.size()
-        _nodes[group] = nodes if even and not divided else []
-    return _nodes[group]
-
-
-_nodes: weakref.WeakKeyDictionary[dist.ProcessGroup, list[list[int]]] = weakref.WeakKeyDictionary()

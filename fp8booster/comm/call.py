@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Work
 
 from fp8booster.comm.agreement import Claim
-from fp8booster.comm.by_nodes import Schedule, gains_by_nodes, schedule_of
+from fp8booster.comm.by_nodes import Schedule, schedule_of
 from fp8booster.comm.encoding import Options, settings
 from fp8booster.comm.observer import bytes_of_encoded, observer
-from fp8booster.comm.threshold import Op, ReduceOp, group_or_all, ranks_of, uncompressed_reason
+from fp8booster.comm.threshold import Op, ReduceOp, gains_by_nodes, group_or_all, ranks_of, uncompressed_reason
 
 
 class Transfer(NamedTuple):

@@ -224,7 +224,8 @@ def _sum_parts(call: Call, values: Sequence[Tensor], sums: Tensor, output: Tenso
 
     def begin(asynchronous: bool) -> Transfer:
         message, received = new_message(sums, layout.bytes), new_message(sums, layout.bytes)
-        encoding.encode(schedule.share_of_parts(values, call.op), message, layout, call.name)
+        shares = values if schedule.inside is None else schedule.share_of_parts(values, call.op)
+        encoding.encode(shares, message, layout, call.name)
         # every rank sends each other one its part: FP8 values cannot be added on their way without rounding each sum
         work = dist.all_to_all_single(received, message, group=schedule.between, async_op=asynchronous)
         # both are kept: the transport reads the one until it has ended, and the sum is made of the other

@@ -15,7 +15,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8booster import formats
-from fp8booster.comm.links import BETWEEN_NODES, ESTIMATED, INSIDE_A_NODE, NEVER, Links, agree_on_links, own_node
+from fp8booster.comm.links import (
+    BETWEEN_NODES,
+    BY_NODES,
+    ESTIMATED,
+    INSIDE_A_NODE,
+    NEVER,
+    Links,
+    agree_on_links,
+    own_node,
+)
 
 ON_THE_CPU = "on the CPU"
 
@@ -95,6 +104,15 @@ def minimum_bytes(name: str, device: torch.device, group: dist.ProcessGroup | No
     return MINIMUM_BYTES[ON_THE_CPU if device.type == "cpu" else topology(group)]
 
 
+def gains_by_nodes(name: str, device: torch.device, payload: int, group: dist.ProcessGroup | None) -> bool:
+    """Tell whether a reduction of a group was measured to take the least time by nodes (`comm.by_nodes`)."""
+    measured = links_in_use()
+    if not measured.device:
+        return False
+    least = measured.find(device, BY_NODES, name)
+    return least is not None and payload >= least and bool(nodes_of(group))
+
+
 def use_links(links: Links | None = None) -> Links:
     """Take the thresholds of the file, where it is of this machine and these ranks. All ranks call it.
 
@@ -159,3 +177,25 @@ def _topology(ranks: list[int]) -> str:
     # same
     first, here = own_node()
     return INSIDE_A_NODE if all(first <= each < first + here for each in ranks) else BETWEEN_NODES
+
+
+def nodes_of(group: dist.ProcessGroup | None) -> list[list[int]]:
+    """Return a group's ranks by node, or none unless there are two nodes or more, of as many ranks, two or more."""
+    # outside of a group torch gives a marker in its place
+    if not isinstance(group, dist.ProcessGroup):
+        return []
+    if group not in _nodes:
+        first_of = links_in_use().first_ranks
+        by_node: dict[int, list[int]] = {}
+        for rank in sorted(dist.get_process_group_ranks(group)):
+            by_node.setdefault(first_of[rank], []).append(rank)
+        nodes = list(by_node.values())
+        even = len(nodes) > 1 and len(nodes[0]) > 1 and len({len(node) for node in nodes}) == 1
+        world = dist.group.WORLD
+        # a communicator that is bound to its device is divided by all ranks of the world, which are not here
+        divided = world is not None and world.bound_device_id is not None and group.size() < world.size()
+        _nodes[group] = nodes if even and not divided else []
+    return _nodes[group]
+
+
+_nodes: weakref.WeakKeyDictionary[dist.ProcessGroup, list[list[int]]] = weakref.WeakKeyDictionary()

@@ -29,7 +29,7 @@ LEAST = 4096
 def forget() -> None:
     """Let the ranks take thresholds and nodes anew, once all have taken the former ones."""
     dist.barrier()
-    for known in (threshold._in_use, by_nodes._nodes, by_nodes._schedules):
+    for known in (threshold._in_use, threshold._nodes, by_nodes._schedules):
         known.clear()
 
 
