@@ -32,6 +32,7 @@ from fp8booster.nn.fused import fuse_blocks, fused_summary, use_fused_loss
 from fp8booster.nn.graphs import capture_as_configured
 from fp8booster.optim import AdamW
 from fp8booster.reading import first_of
+from fp8booster.scaling.steps import note_step
 
 _PRECISIONS = ("bf16", "fp16")
 
@@ -196,6 +197,8 @@ class FP8Plugin(Plugin):
             model, optimizer = self.convert(model, optimizer)
             with temporarily(self, use_fp8=False):  # Colossal-AI would hook F.linear with its own FP8 product
                 boosted = super().configure(model, optimizer, *others)
+            if optimizer is not None:
+                note_step()  # it writes the weights, and its steps are seen: no backward need count as a change
             sent = self.extend(*boosted[:2])
             thresholds = f"; sizes from which FP8 is sent: {use_links().source}" if self.sends_fp8 else ""
             if self.engine.cuda_graphs is None:

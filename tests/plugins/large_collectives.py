@@ -45,9 +45,9 @@ def each_call() -> Iterator[Calls]:
     calls = Calls()
     count, add = observer._add, traffic._add
 
-    def counting(name: str, number: int, raw: int, wire: int, reason: str | None) -> None:
+    def counting(name: str, number: int, raw: int, wire: int, reason: str | None, by_nodes: bool) -> None:
         calls.counted.append(Call(name, raw, wire, reason))
-        count(name, number, raw, wire, reason)
+        count(name, number, raw, wire, reason, by_nodes)
 
     def adding(into: Any, lock: Any, name: str, handed: Any, group: Any) -> None:
         tensors = [handed] if isinstance(handed, torch.Tensor) else handed or []
