@@ -4,8 +4,8 @@
     scripts/two_nodes.sh -m benchmarks.nodes --mode zero --mode tp --mode pp --mode experts --out results
 
 One process a node. A LLaMA of a named size, or a Mixtral of that size, trains on random tokens under the plugin of each
-mode, with FP8 products where the variant says so. Variants are interleaved, and a step takes as long as on the slowest
-rank. The bytes are those that the kernel counted at the interface, headers included, and those that
+mode, with FP8 products in the variants that ask for them. Variants are interleaved, and a step takes as long as on the
+slowest rank. The bytes are those that the kernel counted at the interface, headers included, and those that
 `fp8booster.monitor` counts.
 """
 

@@ -39,7 +39,7 @@ KINDS = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "all_t
 """The collectives that are measured, by their rows in `comm.statistics`."""
 
 REDUCTIONS = ("all_reduce", "reduce_scatter_tensor")
-"""Those of them that can run by nodes."""
+"""Collectives of `KINDS` that can run by nodes."""
 
 _AS = {"all_gather": "all_gather_into_tensor", "all_to_all": "all_to_all_single"}
 """The same transport with its tensors in a list."""

@@ -27,7 +27,7 @@ class Bench:
     device: torch.device
     encoding: Encoding = DEFAULT
     min_bytes: int | None = 0
-    """Of calls in FP8: those of 0 exchange FP8 with all ranks, and those of None do as `use_links` has it."""
+    """Smallest payload of calls in FP8: 0 exchanges FP8 among all ranks; None follows the thresholds of `use_links`."""
 
     @property
     def ranks(self) -> int:

@@ -81,7 +81,7 @@ class Mixture(nn.Module):
         return mixed if beside is None else mixed + beside()
 
     def _mixed_here(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """As `mix`, of experts that this rank holds all of."""
+        """Compute `mix` where this rank holds all experts."""
         grouped = cast(GroupedExperts, self._experts_now())
         mixed = grouped.mix(tokens, chosen, weights)
         if mixed is not None:
@@ -92,7 +92,7 @@ class Mixture(nn.Module):
         return weighted_sum(made, weights, routes).to(tokens.dtype)
 
     def input_casts(self, tokens: Tensor) -> Casts | None:
-        """As `spread.HeldExperts` asks."""
+        """Return what casts the inputs of gates and ups (`spread.HeldExperts`)."""
         # one for all: an adapter, for one, is put around the layers of each
         readers = readers_in_fp8(own_experts(self)[0]) if self.fp8_reads_fp8 else []
         if not readers:
@@ -105,7 +105,7 @@ class Mixture(nn.Module):
         return casts if self.training and casts.state is not None else casts.evaluation
 
     def prepare(self) -> Run:
-        """As `spread.HeldExperts` asks."""
+        """Look at the experts, and return what computes them (`spread.HeldExperts`)."""
         own, grouped = own_experts(self), self._experts_now()
         as_one = None if grouped is None else grouped.prepared()
 

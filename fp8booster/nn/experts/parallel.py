@@ -47,11 +47,11 @@ class SpreadExperts(nn.Module):
         return mix(tokens, chosen, weights, self)
 
     def input_casts(self, tokens: torch.Tensor) -> Casts | None:
-        """As `spread.HeldExperts` asks: the module's class reads high precision."""
+        """Return None: the module's class reads high precision (`spread.HeldExperts`)."""
         return None
 
     def prepare(self) -> Run:
-        """As `spread.HeldExperts` asks."""
+        """Return what computes the experts (`spread.HeldExperts`)."""
         return self.run
 
     def run(self, rows: Rows, counts: HostCopy, factor: float, usual_rows: float) -> torch.Tensor:

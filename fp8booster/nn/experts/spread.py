@@ -36,7 +36,7 @@ EXCHANGED = "experts spread over ranks exchange rows whose number the host waits
 AS_CAST = "in FP8, as the first product reads them"
 IN_16_BITS = "in 16 bits"
 _ENCODED = "encoded in FP8, {}"
-"""How tokens are sent to experts."""
+"""Forms in which tokens are sent to experts, for the report."""
 
 Rows = torch.Tensor | FP8Rows
 
@@ -77,7 +77,7 @@ class _Loads(NamedTuple):
     """Those of all ranks that hold these experts, [1]; None: there are no others."""
 
     told: HostCopy
-    """What each rank tells with its counts, [ranks, 1]: the bits of its amax, or `_NO_CAST`; [ranks, 0]: nothing."""
+    """Bits of each rank's amax, or `_NO_CAST`, sent with its counts, [ranks, 1]; [ranks, 0]: nothing is sent."""
 
     def amax(self) -> torch.Tensor:
         """Return the largest that ranks have told, float32 []."""
@@ -102,7 +102,7 @@ class _Cast(NamedTuple):
     """[T k, B], bytes of rows as they are sent."""
 
     amax: torch.Tensor | None
-    """As in `FP8Rows`."""
+    """Float32 [], by which all values are scaled; None: rows have scales of their own."""
 
 
 class _Sizes(NamedTuple):
@@ -145,7 +145,7 @@ class Spread:
             )
         self.held = experts // self.ranks
         self.way: str | None = None
-        """How the last tokens were sent to their experts; None: none were."""
+        """Form in which the last tokens were sent to their experts; None: none were sent."""
 
         self.first = dist.get_rank(group) * self.held
 

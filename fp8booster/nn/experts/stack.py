@@ -142,7 +142,7 @@ class StackCopy:
 
     @property
     def made(self) -> GroupedWeight | None:
-        """What is held, right or not."""
+        """Return the copy that is held, fresh or not."""
         return self._copy.made if self._views is None else self._views[1]
 
     def get(self, stack: Stack, experts: int, casts: Casts, provided: bool) -> GroupedWeight:
