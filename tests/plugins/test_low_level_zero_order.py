@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 from unittest.mock import patch
 
@@ -10,12 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fp8booster import FP8Config
+from fp8booster import FP8Config, report
+from fp8booster.nn.experts import grouped
 from fp8booster.nn.linear import speed_model
 from tests.colossal.hybrid import runs as hybrid_runs
 from tests.colossal.models import tiny_llama, token_batch
 from tests.colossal.zero.runs import Layers, features, masters, step, wire
 from tests.distributed import ranks
+from tests.nn.experts.families import tiny_mixture
 from tests.plugins.training import assert_equal, boost, ours
 
 LEARNING_RATE = 16.0
@@ -64,6 +67,37 @@ def test_ranks_whose_batches_run_in_different_ways_add_up_the_same_gradients(cas
     found = changes_of_weights(case, fp8_from=max(LENGTHS))  # on one rank of two
     for name, change in expected.items():
         assert (found[name] - change).norm() <= 0.25 * change.norm(), name
+
+
+def changes_of_experts(case: str, one_by_one_from: float, grouped_on: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """By one step of a mixture whose experts are modules: on some ranks in grouped products, else one by one."""
+    from colossalai.booster import Booster
+
+    arguments = {"use_fp8": True} | CASES[case]
+    plugin = hybrid_runs.ours("DP2", **arguments) if "hybrid" in case else ours(**arguments)
+    model = tiny_mixture("Qwen3-MoE", vocab_size=128)
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    booster = Booster(plugin=plugin)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE))
+    tokens = token_batch(seed=dist.get_rank(), batch=1, length=LENGTHS[dist.get_rank()])
+    with patch.object(grouped, "ONE_BY_ONE_FROM", one_by_one_from):
+        loss = model.train()(input_ids=tokens, labels=tokens).loss
+        booster.backward(loss, optimizer)
+        optimizer.step()
+    assert {row.why_one_by_one is None for row in report(model).grouped} == {dist.get_rank() in grouped_on}
+    if hasattr(optimizer, "gather_working_weights"):
+        optimizer.gather_working_weights()
+    return {name: value.detach().float() - before[name] for name, value in model.unwrap().named_parameters()}
+
+
+@ranks(2)
+@pytest.mark.skipif(not version("transformers").startswith("4."), reason="experts are no modules")
+@pytest.mark.parametrize("case", [case for case in CASES if "unfused" not in case])
+def test_ranks_that_run_experts_in_different_ways_add_up_the_same_gradients(case: str) -> None:
+    expected = changes_of_experts(case, grouped.ONE_BY_ONE_FROM, grouped_on=(0, 1))
+    found = changes_of_experts(case, 4e4, grouped_on=(0,))
+    for name, change in expected.items():
+        assert (found[name] - change).norm() <= 0.5 * change.norm(), name
 
 
 class Branches(nn.Module):

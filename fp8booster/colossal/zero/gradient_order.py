@@ -3,11 +3,14 @@
 ZeRO fills its buckets as backward makes gradients, and what lies in one place of a bucket is added up over the ranks.
 Whether layers run in FP8, and those such as q, k and v as one product, is chosen by a batch's number of tokens
 (`nn.linear.speed_model`), of which ranks may have different ones. As one product they give their gradients in another
-order than one by one, and in FP8 a layer gives weight and bias in another order than in 16 bits.
+order than one by one, and in FP8 a layer gives weight and bias in another order than in 16 bits. So do experts that
+are modules: one by one they give theirs from the last expert to the first, and grouped products give those of all
+experts in an order that autograd does not promise.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from colossalai.zero.low_level import LowLevelZeroOptimizer
@@ -15,6 +18,7 @@ from torch import nn
 
 from fp8booster.colossal.temporarily import temporarily
 from fp8booster.nn.experts.fp8_experts import FP8Experts
+from fp8booster.nn.experts.grouped import grouped_experts
 from fp8booster.nn.fused.merged_layers import merged_layers
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import change_class, mixed_class
@@ -31,32 +35,48 @@ def keep_one_order(optimizer: LowLevelZeroOptimizer, model: nn.Module) -> None:
     if sets:
         change_class(optimizer, mixed_class(_InOneOrder, type(optimizer)))
         optimizer._sets = sets
-        optimizer._set_of = {id(each): of_set for of_set in sets for each in of_set.members}
+        optimizer._set_of = {id(each): of_set for of_set in sets for part in of_set.parts for each in part}
 
 
 @dataclass(eq=False)
 class _Set:
-    """Parameters whose gradients enter the buckets together, in their order."""
+    """Parameters whose gradients enter the buckets in one order, part by part."""
 
-    members: list[nn.Parameter]
+    parts: list[list[nn.Parameter]]
+    """The gradients of a part enter together, behind those of the parts before it."""
 
     arrived: dict[int, int] = field(default_factory=dict)
     """The groups of those whose gradients are held back, by their ids."""
 
+    entered: int = 0
+    """How many parts have entered in this backward."""
+
+    def begin_anew(self) -> None:
+        """Forget what this backward has brought."""
+        self.arrived, self.entered = {}, 0
+
 
 def _sets(model: nn.Module) -> list[_Set]:
-    """The trained parameters of layers that may run as one product, and those of each other FP8 layer or experts."""
-    by_layer = [merged.layers for merged in merged_layers(model)]
-    by_layer += [(module,) for module in model.modules() if isinstance(module, (FP8Layer, FP8Experts))]
-    # merged layers first: their weights are in the set of the product, and a layer's own set has what is left
+    """Return the trained parameters of experts and layers that may run as one product, and of each other FP8 layer."""
+    # from the last expert to the first, as one by one: there none waits for the others, and buckets free their memory
+    by_parts: list[list[Iterable[nn.Module]]] = [
+        [expert.modules() for expert in reversed(grouped.experts)] for grouped in grouped_experts(model)
+    ]
+    by_parts += [[merged.layers] for merged in merged_layers(model)]
+    by_parts += [[(module,)] for module in model.modules() if isinstance(module, (FP8Layer, FP8Experts))]
+    # what runs as one before its layers: their weights are in the set of the product, and a layer's has what is left
     sets, taken = [], set()
-    for layers in by_layer:
-        found = (each for layer in layers for each in layer.parameters(recurse=False))
-        members = [each for each in found if each.requires_grad and each not in taken]
-        taken.update(members)
+    for modules_of_parts in by_parts:
+        parts = []
+        for modules in modules_of_parts:
+            found = dict.fromkeys(each for module in modules for each in module.parameters(recurse=False))
+            members = [each for each in found if each.requires_grad and each not in taken]
+            taken.update(members)
+            if members:
+                parts.append(members)
         # a lone parameter has no order to keep, and holding it back would only delay its bucket
-        if len(members) > 1:
-            sets.append(_Set(members))
+        if sum(map(len, parts)) > 1:
+            sets.append(_Set(parts))
     return sets
 
 
@@ -76,20 +96,22 @@ class _InOneOrder(LowLevelZeroOptimizer):
             super()._add_to_bucket(param, group_id)
             return
         of_set.arrived[id(param)] = group_id
-        if len(of_set.arrived) == len(of_set.members):
-            self._release(of_set)
+        while all(id(each) in of_set.arrived for each in of_set.parts[of_set.entered]):
+            self._enter(of_set, of_set.parts[of_set.entered])
+            of_set.entered = (of_set.entered + 1) % len(of_set.parts)
 
-    def _release(self, of_set: _Set) -> None:
-        arrived, of_set.arrived = of_set.arrived, {}
-        for each in of_set.members:
-            if id(each) in arrived:
-                super()._add_to_bucket(each, arrived[id(each)])
+    def _enter(self, of_set: _Set, part: list[nn.Parameter]) -> None:
+        for each in part:
+            group_id = of_set.arrived.pop(id(each), None)
+            if group_id is not None:
+                super()._add_to_bucket(each, group_id)
 
     def _reduce_grad(self, partition_grad: bool) -> None:
         """As it is, behind sets of which some parameters got no gradient."""
         for of_set in self._sets:
-            if of_set.arrived:
-                self._release(of_set)
+            for part in of_set.parts if of_set.arrived else ():
+                self._enter(of_set, part)
+            of_set.begin_anew()
         # behind them: what is held back must be in a bucket when the last one is sent
         super()._reduce_grad(partition_grad)
 
@@ -98,7 +120,7 @@ class _InOneOrder(LowLevelZeroOptimizer):
         super().zero_grad(set_to_none)
         for of_set in self._sets:
             # a gradient that was noted and is gone would let the next backward complete its set too early
-            of_set.arrived.clear()
+            of_set.begin_anew()
 
     def _sync_grad(self) -> None:
         """As it is: it takes what gradients there are in the order of the parameters."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from itertools import permutations
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 
 from fp8booster import FP8Config, convert_to_fp8
 from fp8booster.colossal.zero.gradient_order import _sets, keep_one_order
+from fp8booster.nn.experts.grouped import GroupedExperts
 from tests.nn.experts.test_fp8_experts import Experts
 
 
@@ -48,6 +50,10 @@ def optimizer_of(model: nn.Module) -> Native:
 def layers() -> nn.Sequential:
     model = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 32, bias=False))
     return convert_to_fp8(model, FP8Config(always=True, emulate=True))
+
+
+def parts_of(model: nn.Module) -> list[list[list[nn.Parameter]]]:
+    return [of_set.parts for of_set in _sets(model)]
 
 
 GROUPS = {"0.weight": 0, "0.bias": 1, "1.weight": 2, "2.weight": 3}
@@ -89,6 +95,60 @@ def test_what_a_backward_that_broke_off_held_back_is_forgotten() -> None:
     assert optimizer.entered == []
 
 
+class Expert(nn.Module):
+    """The layers of an expert, the first of which has a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = (nn.Linear(32, 32, bias=not number) for number in range(3))
+
+
+def block() -> nn.Sequential:
+    """A layer, and three experts that may run as one."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.ModuleList(Expert() for _ in range(3)))
+    model = convert_to_fp8(model, FP8Config(always=True, emulate=True))
+    model[1].fp8_grouped_experts = GroupedExperts(list(model[1]))
+    return model
+
+
+IN_ORDER = [
+    f"1.{expert}.{name}"
+    for expert in (2, 1, 0)
+    for name in ("gate_proj.weight", "gate_proj.bias", "up_proj.weight", "down_proj.weight")
+]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_experts_enter_from_the_last_to_the_first_whatever_order_they_come_in(seed: int) -> None:
+    model = block()
+    optimizer, parameters = optimizer_of(model), dict(model.named_parameters())
+    for _ in range(2):  # each backward begins anew
+        optimizer.zero_grad()
+        for name in random.Random(seed).sample(IN_ORDER, len(IN_ORDER)):
+            optimizer._add_to_bucket(parameters[name], 7)
+        assert optimizer.entered == [(name, 7) for name in IN_ORDER]
+
+
+def test_experts_that_run_one_by_one_wait_for_none_of_the_others() -> None:
+    model = block()
+    optimizer, parameters = optimizer_of(model), dict(model.named_parameters())
+    for number, name in enumerate(IN_ORDER, 1):
+        optimizer._add_to_bucket(parameters[name], 7)
+        assert len(optimizer.entered) == number // 4 * 4, name
+
+
+def test_experts_of_which_one_gets_no_gradient_enter_in_order_when_backward_has_ended() -> None:
+    model = block()
+    optimizer, parameters = optimizer_of(model), dict(model.named_parameters())
+    names = [name for name in IN_ORDER if "up_proj" not in name or "1.1" not in name]
+    for _ in range(2):
+        optimizer.zero_grad()
+        for name in reversed(names):
+            optimizer._add_to_bucket(parameters[name], 7)
+        optimizer._reduce_grad(True)
+        assert optimizer.entered == [*((name, 7) for name in names), ("reduced", 1)]
+
+
 @pytest.mark.parametrize("name", ["_sync_grad", "sync_dp_grads"])
 def test_what_is_taken_in_the_order_of_the_parameters_is_not_held_back(name: str) -> None:
     model = layers()
@@ -101,11 +161,11 @@ def test_what_is_taken_in_the_order_of_the_parameters_is_not_held_back(name: str
 
 def test_sets_are_of_trained_parameters_that_no_other_set_has() -> None:
     model = layers()
-    assert [of_set.members for of_set in _sets(model)] == [[model[0].weight, model[0].bias]]
+    assert parts_of(model) == [[[model[0].weight, model[0].bias]]]
     model[0].bias.requires_grad_(False)
     assert _sets(model) == []
     experts = convert_to_fp8(nn.Sequential(Experts().bfloat16()), FP8Config(always=True, emulate=True))
-    assert [of_set.members for of_set in _sets(experts)] == [list(experts[0].parameters())]
+    assert parts_of(experts) == [[list(experts[0].parameters())]]
     plain = nn.Sequential(nn.Linear(4, 4))
     optimizer = Native()
     keep_one_order(optimizer, plain)
@@ -113,4 +173,6 @@ def test_sets_are_of_trained_parameters_that_no_other_set_has() -> None:
     tied = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     tied[1].weight = tied[0].weight
     convert_to_fp8(tied, FP8Config(always=True, emulate=True))
-    assert [list(map(id, of_set.members)) for of_set in _sets(tied)] == [[id(tied[0].weight), id(tied[0].bias)]]
+    assert [[list(map(id, part)) for part in parts] for parts in parts_of(tied)] == [
+        [[id(tied[0].weight), id(tied[0].bias)]]
+    ]
