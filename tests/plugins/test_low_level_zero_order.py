@@ -40,15 +40,27 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+WITH_EXPERTS = {"experts on every rank": 1, "experts on two ranks": 2}
+"""The `ep_size` of further cases."""
+
+
+def plugin_of(case: str) -> Any:
+    """Return the plugin of a case, with FP8."""
+    from fp8booster.plugins import MoeHybridParallelPlugin
+
+    if case in WITH_EXPERTS:
+        return MoeHybridParallelPlugin(1, 1, WITH_EXPERTS[case], precision="bf16", zero_stage=1, use_fp8=True)
+    arguments = {"use_fp8": True} | CASES[case]
+    return hybrid_runs.ours("DP2", **arguments) if "hybrid" in case else ours(**arguments)
+
+
 def changes_of_weights(case: str, fp8_from: int) -> dict[str, torch.Tensor]:
     """By one step of plain descent, where batches of `fp8_from` tokens and more are computed in FP8."""
     from colossalai.booster import Booster
 
-    arguments = {"use_fp8": True} | CASES[case]
-    plugin = hybrid_runs.ours("DP2", **arguments) if "hybrid" in case else ours(**arguments)
     model = tiny_llama(attention_bias=True, mlp_bias=True)
     before = {name: value.detach().clone() for name, value in model.named_parameters()}
-    booster = Booster(plugin=plugin)
+    booster = Booster(plugin=plugin_of(case))
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE))
     tokens = token_batch(seed=dist.get_rank(), batch=1, length=LENGTHS[dist.get_rank()])
     with patch.object(speed_model, "fp8_pays", lambda rows, *_: rows >= fp8_from):
@@ -73,13 +85,11 @@ def changes_of_experts(case: str, one_by_one_from: float, grouped_on: tuple[int,
     """By one step of a mixture whose experts are modules: on some ranks in grouped products, else one by one."""
     from colossalai.booster import Booster
 
-    arguments = {"use_fp8": True} | CASES[case]
-    plugin = hybrid_runs.ours("DP2", **arguments) if "hybrid" in case else ours(**arguments)
     model = tiny_mixture("Qwen3-MoE", vocab_size=128)
     before = {name: value.detach().clone() for name, value in model.named_parameters()}
-    booster = Booster(plugin=plugin)
+    booster = Booster(plugin=plugin_of(case))
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE))
-    tokens = token_batch(seed=dist.get_rank(), batch=1, length=LENGTHS[dist.get_rank()])
+    tokens = token_batch(seed=dist.get_rank(), batch=1, length=LENGTHS[dist.get_rank() * 2 // dist.get_world_size()])
     with patch.object(grouped, "ONE_BY_ONE_FROM", one_by_one_from):
         loss = model.train()(input_ids=tokens, labels=tokens).loss
         booster.backward(loss, optimizer)
@@ -90,14 +100,30 @@ def changes_of_experts(case: str, one_by_one_from: float, grouped_on: tuple[int,
     return {name: value.detach().float() - before[name] for name, value in model.unwrap().named_parameters()}
 
 
-@ranks(2)
-@pytest.mark.skipif(not version("transformers").startswith("4."), reason="experts are no modules")
-@pytest.mark.parametrize("case", [case for case in CASES if "unfused" not in case])
-def test_ranks_that_run_experts_in_different_ways_add_up_the_same_gradients(case: str) -> None:
-    expected = changes_of_experts(case, grouped.ONE_BY_ONE_FROM, grouped_on=(0, 1))
-    found = changes_of_experts(case, 4e4, grouped_on=(0,))
+def assert_same_changes_of_experts(case: str) -> None:
+    """Where the first half of the ranks runs experts in grouped products and the others, with more tokens, do not."""
+    half = dist.get_world_size() // 2
+    expected = changes_of_experts(case, grouped.ONE_BY_ONE_FROM, tuple(range(2 * half)))
+    found = changes_of_experts(case, 4e4, tuple(range(half)))
     for name, change in expected.items():
-        assert (found[name] - change).norm() <= 0.5 * change.norm(), name
+        # a norm's weights are near one, where BF16 rounds changes; another expert's gradient differs by more than this
+        assert (found[name] - change).norm() <= 0.75 * change.norm(), name
+
+
+experts_are_modules = pytest.mark.skipif(not version("transformers").startswith("4."), reason="experts are no modules")
+
+
+@ranks(2)
+@experts_are_modules
+@pytest.mark.parametrize("case", [case for case in (*CASES, "experts on every rank") if "unfused" not in case])
+def test_ranks_that_run_experts_in_different_ways_add_up_the_same_gradients(case: str) -> None:
+    assert_same_changes_of_experts(case)
+
+
+@ranks(4)
+@experts_are_modules
+def test_they_do_where_several_ranks_hold_the_same_experts() -> None:
+    assert_same_changes_of_experts("experts on two ranks")
 
 
 class Branches(nn.Module):

@@ -86,7 +86,7 @@ def convert_blocks(model: nn.Module, *, encoding: Encoding | None) -> int:
     """
     for block in [module for module in model.modules() if type(module) in BLOCKS]:
         change_class(block, BLOCKS[type(block)])
-        block.fp8_spread = Spread(block.num_experts, block.ep_group, block.moe_dp_group)
+        block.fp8_spread = Spread(block.num_experts, block.ep_group)
         if not isinstance(block.gate, nn.Linear):  # DeepSeek's: a module with a product of its own
             remember_kept(block.gate, WHY_NOT_ROUTERS)
     for block in model.modules():

@@ -46,7 +46,7 @@ class MixturePolicy(Policy):
             return self.model
         for block in blocks_to_spread(self.model):
             LazyInitContext.materialize(block)  # lazy parameters have no values to divide
-        spread_experts(self.model, config.ep_group, config.moe_dp_group)
+        spread_experts(self.model, config.ep_group)
         for module in self.model.modules():
             for parameter in module.parameters(recurse=False):
                 spread = spread_of(parameter)

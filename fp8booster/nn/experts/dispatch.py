@@ -55,8 +55,6 @@ def exchange_rows(
     Returns:
         [sum(received), ...], those from each rank one after the other.
     """
-    if dist.get_world_size(group) == 1:
-        return rows
     return linear_map(
         rows,
         lambda rows: send_rows(rows, sent, received, group, encoding),
@@ -81,7 +79,6 @@ def run_experts(
     experts: Sequence[Expert],
     weight_gradient_factors: Sequence[float] | torch.Tensor | None = None,
     grouped: Grouped | None = None,
-    usual_rows: float | None = None,
 ) -> torch.Tensor:
     """Each expert on its tokens, one product of all of them whoever sent them.
 
@@ -93,19 +90,17 @@ def run_experts(
         weight_gradient_factors: multiply the gradients of each expert's weights, and not those of its tokens: numbers,
             or float32 [experts]; None: 1.
         grouped: computes the same experts by grouped products where it can; None: one by one.
-        usual_rows: the mean of T over all ranks that hold these experts, by which each of them chooses alike between
-            the two, so that gradients come in one order; None: T.
 
     Returns:
         [T, H'], in the order of `tokens`.
     """
-    made = None if grouped is None else grouped(tokens, counts, weight_gradient_factors, usual_rows)
+    made = None if grouped is None else grouped(tokens, counts, weight_gradient_factors)
     if made is not None:
         return made
     if isinstance(tokens, FP8Rows) and torch.is_inference_mode_enabled():
         # tensors of that mode carry no amax, without which experts would round the values a second time
         with torch.inference_mode(False), torch.no_grad():
-            return run_experts(tokens, counts, experts, weight_gradient_factors, None, usual_rows)
+            return run_experts(tokens, counts, experts, weight_gradient_factors)
     rows, tokens = tokens, values_of(tokens)
     # all senders' tokens of an expert in one product: a product for each sender would read the weight again
     numbers = counts.tolist()

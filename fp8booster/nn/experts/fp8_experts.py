@@ -25,7 +25,7 @@ from fp8booster.nn.experts.fp8_rows import FP8Rows, shown_as
 from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.experts.loads import note_choice
 from fp8booster.nn.experts.row_layout import RowLayout, owners_of
-from fp8booster.nn.experts.spread import EXCHANGED
+from fp8booster.nn.experts.spread import EXCHANGED, Spread
 from fp8booster.nn.experts.stack import NOT_BF16, StackedParameter, pays, run_stacks, why_not_bf16, why_not_stacked
 from fp8booster.nn.fused.activations import fused_kind
 from fp8booster.nn.fused.pointwise import Saving, activate
@@ -168,9 +168,15 @@ class FP8Experts(nn.Module):
     @property
     def why_eager(self) -> str | None:
         """The reason why no graph can hold them, as where a call was not in FP8; None: one can."""
-        if hasattr(self, "fp8_spread"):
+        if self._sends:
             return EXCHANGED
         return COUNTED if self._fp8_reasons else None
+
+    @property
+    def _sends(self) -> bool:
+        """Tell whether the module is called with tokens of experts that lie on other ranks."""
+        spread: Spread | None = vars(self).get("fp8_spread")
+        return spread is not None and spread.sends
 
     def fp8_notes(self) -> str:
         """Return what the report says besides the precision."""
@@ -186,7 +192,7 @@ class FP8Experts(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return [T, H], of tokens [T, H] with their experts and these' weights, [T, k], as the module computes it."""
-        if hasattr(self, "fp8_spread"):  # what sends tokens to other ranks' experts calls `run`
+        if self._sends:  # what sends tokens to other ranks' experts calls `run`
             return super().forward(*args, **kwargs)
         mixture = FP8Experts._mixture
         if torch.compiler.is_compiling():  # the host reads how many rows an expert gets
@@ -209,10 +215,10 @@ class FP8Experts(nn.Module):
             return None
         return self._casts_now(up)
 
-    def run(self, rows: torch.Tensor | FP8Rows, counts: HostCopy, factor: float, usual_rows: float) -> torch.Tensor:
+    def run(self, rows: torch.Tensor | FP8Rows, counts: HostCopy, factor: float) -> torch.Tensor:
         """Compute the experts of this rank, where they are spread over ranks: a `spread.Run`."""
-        if not self.runs_on(shown_as(rows), usual_rows):
-            return self._as_written("run", rows, counts, factor, usual_rows)
+        if not self.runs_on(shown_as(rows), len(rows)):
+            return self._as_written("run", rows, counts, factor)
         layout = RowLayout.of_senders(counts.on_device, len(rows))
         owners = owners_of(counts.on_device, len(rows)).unsqueeze(1) if self.has_bias else None
         made = self.on_rows(rows, layout, layout, owners, factor=factor)

@@ -39,10 +39,8 @@ one by one is faster. Of 4096 x 14336 features, 1024 rows (6e10) were 34 % faste
 slower (benchmarks/results/h200/experts_NVIDIA-H200_2026-11-21_torch-2.11.0-cu130.md)."""
 
 
-Grouped = Callable[
-    [torch.Tensor | FP8Rows, HostCopy, Sequence[float] | torch.Tensor | None, float | None], torch.Tensor | None
-]
-"""Takes tokens, counts, factors and usual rows as `run_experts`, and gives what that does, or None: one by one."""
+Grouped = Callable[[torch.Tensor | FP8Rows, HostCopy, Sequence[float] | torch.Tensor | None], torch.Tensor | None]
+"""Takes tokens, counts and factors as `run_experts`, and gives what that does, or None: one by one."""
 
 
 def _casts(config: FP8Config) -> dict[str, Casts]:
@@ -126,14 +124,13 @@ class GroupedExperts:
         tokens: torch.Tensor | FP8Rows,
         counts: HostCopy,
         weight_gradient_factors: Sequence[float] | torch.Tensor | None = None,
-        usual_rows: float | None = None,
     ) -> torch.Tensor | None:
         """Return what `experts.run_experts` gives, or None: run the experts one by one.
 
         Args:
-            tokens, counts, weight_gradient_factors, usual_rows: as in `run_experts`.
+            tokens, counts, weight_gradient_factors: as in `run_experts`.
         """
-        return self.prepared()(tokens, counts, weight_gradient_factors, usual_rows)
+        return self.prepared()(tokens, counts, weight_gradient_factors)
 
     def prepared(self) -> Grouped:
         """Look at the experts, which takes the host a while, and return what computes them as a call does, once."""
@@ -145,9 +142,8 @@ class GroupedExperts:
         tokens: torch.Tensor | FP8Rows,
         counts: HostCopy,
         weight_gradient_factors: Sequence[float] | torch.Tensor | None,
-        usual_rows: float | None,
     ) -> torch.Tensor | None:
-        if looked is None or not self._runs_on(looked, tokens, len(tokens) if usual_rows is None else usual_rows):
+        if looked is None or not self._runs_on(looked, tokens, len(tokens)):
             return None
         layout = RowLayout.of_senders(counts.on_device, len(tokens))
         return self._computed(looked, tokens, layout, weight_gradient_factors)

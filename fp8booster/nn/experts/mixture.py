@@ -55,7 +55,13 @@ class Mixture(nn.Module):
     @property
     def why_eager(self) -> str:
         """The reason why no graph can hold the experts."""
-        return LOOKED_AT if self.fp8_spread is None else EXCHANGED
+        return LOOKED_AT if self._sent_over is None else EXCHANGED
+
+    @property
+    def _sent_over(self) -> Spread | None:
+        """Return the ranks to which tokens are sent; None: this one holds all experts."""
+        spread = self.fp8_spread
+        return spread if spread is not None and spread.sends else None
 
     def mix(
         self, tokens: Tensor, chosen: Tensor, weights: Tensor, beside: Callable[[], Tensor] | None = None
@@ -72,23 +78,25 @@ class Mixture(nn.Module):
             [T, H] of the tokens' dtype.
         """
         note_choice(self, chosen, len(cast(nn.ModuleList, self._modules["experts"])))
-        if self.fp8_spread is not None and not torch.compiler.is_compiling():
-            return self.fp8_spread.mix(tokens, chosen, weights, self, beside)
-        if self.fp8_spread is not None:  # the host reads how many rows a rank gets
-            mixed = torch.compiler.disable(self.fp8_spread.mix)(tokens, chosen, weights, self)
-        else:
-            mixed = self._mixed_here(tokens, chosen, weights)
+        over, compiling = self._sent_over, torch.compiler.is_compiling()
+        if over is not None and not compiling:
+            return over.mix(tokens, chosen, weights, self, beside)
+        mix = self._mixed_here if over is None else partial(over.mix, experts=self)
+        if compiling:  # the host may read how many rows an expert or a rank gets
+            mix = torch.compiler.disable(mix)
+        mixed = mix(tokens, chosen, weights)
         return mixed if beside is None else mixed + beside()
 
     def _mixed_here(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Compute `mix` where this rank holds all experts."""
-        grouped = cast(GroupedExperts, self._experts_now())
-        mixed = grouped.mix(tokens, chosen, weights)
+        grouped = self._experts_now()
+        mixed = None if grouped is None else grouped.mix(tokens, chosen, weights)
         if mixed is not None:
             return mixed.to(tokens.dtype)
-        routes = Routes.of(chosen, len(grouped.experts))
-        counts = HostCopy(count_rows(chosen, len(grouped.experts)).view(1, -1))
-        made = run_experts(spread(tokens, routes), counts, grouped.experts)
+        own = own_experts(self)
+        routes = Routes.of(chosen, len(own))
+        counts = HostCopy(count_rows(chosen, len(own)).view(1, -1))
+        made = run_experts(spread(tokens, routes), counts, own)
         return weighted_sum(made, weights, routes).to(tokens.dtype)
 
     def input_casts(self, tokens: Tensor) -> Casts | None:
@@ -109,8 +117,8 @@ class Mixture(nn.Module):
         own, grouped = own_experts(self), self._experts_now()
         as_one = None if grouped is None else grouped.prepared()
 
-        def run(rows: Rows, counts: HostCopy, factor: float, usual_rows: float) -> Tensor:
-            return run_experts(rows, counts, own, [factor] * len(own), as_one, usual_rows)
+        def run(rows: Rows, counts: HostCopy, factor: float) -> Tensor:
+            return run_experts(rows, counts, own, [factor] * len(own), as_one)
 
         return run
 
@@ -125,14 +133,14 @@ class Mixture(nn.Module):
             reason = "the code of the block's class was replaced"
         if not called_so:
             reason = "the block is called otherwise than its class was tried"
-        if self.fp8_spread is not None and reason is not None:
+        if self._sent_over is not None and reason is not None:
             raise ValueError(
                 f"the experts of {type(self).__name__} are spread over ranks, of which its own code knows nothing, and "
                 f"{reason}; use ep_size=1"
             )
         if reason is not None and self.fp8_grouped_experts is not None:
             self.fp8_grouped_experts.note(reason)
-        return reason is not None or (self.fp8_spread is None and torch.compiler.is_compiling())
+        return reason is not None or (self._sent_over is None and torch.compiler.is_compiling())
 
     def _experts_now(self) -> GroupedExperts | None:
         """Return the experts that the block holds, of which some may have been replaced or wrapped since."""

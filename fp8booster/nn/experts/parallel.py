@@ -5,7 +5,8 @@
                                      (`fp8_experts.are_experts`): the block stays as it is
 
 What a block computes besides, as shared experts, and what it returns, is its own. In FP8 the same classes compute as on
-one rank (`mixture.Mixture`, `fp8_experts.FP8Experts`).
+one rank (`mixture.Mixture`, `fp8_experts.FP8Experts`). Over a group of one rank nothing is sent, and all of it is as on
+one rank, but that experts in a list have gradients, of zeros, also where they got no tokens.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from fp8booster.nn.experts.loads import note_choice
 from fp8booster.nn.experts.mixture import mixin_of
 from fp8booster.nn.experts.row_layout import owners_of
 from fp8booster.nn.experts.spread import EXCHANGED, Rows, Run, Spread
+from fp8booster.nn.graphs.units import COUNTED
 from fp8booster.nn.modules import change_class, mixed_class
 from fp8booster.nn.weights.casting import Casts
 
@@ -32,18 +34,26 @@ class SpreadExperts(nn.Module):
     """Mixin of a module whose parameters hold the experts of this rank, and which is called with those of all."""
 
     fp8_spread: Spread
-    why_eager = EXCHANGED
+
+    @property
+    def why_eager(self) -> str:
+        """The reason why no graph can hold the experts."""
+        return EXCHANGED if self.fp8_spread.sends else COUNTED
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return [T, H], of tokens [T, H] with their experts and these' weights, [T, k]."""
-        reason = why_not_called_so(args, kwargs)
+        reason, spread = why_not_called_so(args, kwargs), self.fp8_spread
+        if reason is None:
+            note_choice(self, args[1], spread.experts)
+        if not spread.sends:
+            original: Any = super().forward  # of the module's class
+            return original(*args, **kwargs)
         if reason is not None:
             raise ValueError(f"{type(self).__name__}'s experts are spread over ranks, and are {reason}")
-        mix = self.fp8_spread.mix
+        mix = spread.mix
         if torch.compiler.is_compiling():  # the host reads how many rows a rank gets
             mix = torch.compiler.disable(mix)
         tokens, chosen, weights = args
-        note_choice(self, chosen, self.fp8_spread.experts)
         return mix(tokens, chosen, weights, self)
 
     def input_casts(self, tokens: torch.Tensor) -> Casts | None:
@@ -54,7 +64,7 @@ class SpreadExperts(nn.Module):
         """Return what computes the experts (`spread.HeldExperts`)."""
         return self.run
 
-    def run(self, rows: Rows, counts: HostCopy, factor: float, usual_rows: float) -> torch.Tensor:
+    def run(self, rows: Rows, counts: HostCopy, factor: float) -> torch.Tensor:
         """Compute the experts of this rank as the module's class does: a `spread.Run`."""
         owners = owners_of(counts.on_device, len(rows))
         x = values_of(rows)
@@ -87,7 +97,7 @@ def blocks_to_spread(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def spread_experts(model: nn.Module, group: dist.ProcessGroup, copies: dist.ProcessGroup | None = None) -> list[Spread]:
+def spread_experts(model: nn.Module, group: dist.ProcessGroup) -> list[Spread]:
     """Spread the experts of a model's blocks over ranks, in place: each keeps its own, and others' have no memory.
 
     Parameters stay the same objects with the same names. Those of lists of experts are None on other ranks; those of
@@ -96,7 +106,6 @@ def spread_experts(model: nn.Module, group: dist.ProcessGroup, copies: dist.Proc
     Args:
         model: on every rank the same, not converted to FP8 yet.
         group: over which the experts of a block are spread.
-        copies: the ranks that hold the same experts as this one; None: this one alone does.
 
     Returns:
         The ranks of each block.
@@ -105,13 +114,13 @@ def spread_experts(model: nn.Module, group: dist.ProcessGroup, copies: dist.Proc
         ValueError: a number of experts is no multiple of the number of ranks.
     """
     return [
-        _spread_stack(block, group, copies) if are_experts(block) else _spread_list(block, group, copies)
+        _spread_stack(block, group) if are_experts(block) else _spread_list(block, group)
         for block in blocks_to_spread(model)
     ]
 
 
-def _spread_stack(experts: Any, group: dist.ProcessGroup, copies: dist.ProcessGroup | None) -> Spread:
-    spread = Spread(len(experts.down_proj), group, copies)
+def _spread_stack(experts: Any, group: dist.ProcessGroup) -> Spread:
+    spread = Spread(len(experts.down_proj), group)
     for parameter in experts._parameters.values():
         if parameter is not None and len(parameter) == spread.experts:
             # a view would keep the memory of all experts
@@ -123,9 +132,9 @@ def _spread_stack(experts: Any, group: dist.ProcessGroup, copies: dist.ProcessGr
     return spread
 
 
-def _spread_list(block: Any, group: dist.ProcessGroup, copies: dist.ProcessGroup | None) -> Spread:
+def _spread_list(block: Any, group: dist.ProcessGroup) -> Spread:
     experts = cast(nn.ModuleList, block._modules["experts"])
-    spread = Spread(len(experts), group, copies)
+    spread = Spread(len(experts), group)
     own = spread.own(list(experts))
     for elsewhere in experts:
         if elsewhere not in own:

@@ -40,14 +40,13 @@ _ENCODED = "encoded in FP8, {}"
 
 Rows = torch.Tensor | FP8Rows
 
-Run = Callable[[Rows, HostCopy, float, float], torch.Tensor]
+Run = Callable[[Rows, HostCopy, float], torch.Tensor]
 """Computes the experts of this rank, each on its rows.
 
 Args:
     rows: [R, H], by sender, and of each sender by expert.
     counts: int64 [senders, experts of this rank], rows from each sender for each expert.
     factor: multiplies the gradients of the experts' parameters, and not those of the rows.
-    usual_rows: the mean of R over all ranks that hold these experts, by which they choose alike how to compute.
 
 Returns:
     [R, H], in the order of `rows`.
@@ -72,9 +71,6 @@ class _Loads(NamedTuple):
 
     by_sender: HostCopy
     """Those for the experts of this one, [ranks, experts of this one]."""
-
-    of_copies: HostCopy | None
-    """Those of all ranks that hold these experts, [1]; None: there are no others."""
 
     told: HostCopy
     """Bits of each rank's amax, or `_NO_CAST`, sent with its counts, [ranks, 1]; [ranks, 0]: nothing is sent."""
@@ -121,23 +117,15 @@ class Spread:
     Args:
         experts: of all ranks together; this rank holds those from `first` on.
         group: over which they are spread.
-        copies: the ranks that hold the same experts as this one; None: this one alone does.
         encoding: of tokens and their gradients; None sends them as they are.
 
     Raises:
         ValueError: the experts cannot be divided evenly.
     """
 
-    def __init__(
-        self,
-        experts: int,
-        group: dist.ProcessGroup,
-        copies: dist.ProcessGroup | None = None,
-        encoding: Encoding | None = None,
-    ) -> None:
-        self.experts, self.group, self.copies, self.encoding = experts, group, copies, encoding
+    def __init__(self, experts: int, group: dist.ProcessGroup, encoding: Encoding | None = None) -> None:
+        self.experts, self.group, self.encoding = experts, group, encoding
         self.ranks = dist.get_world_size(group)
-        self.holders = 1 if copies is None else dist.get_world_size(copies)
         if experts % self.ranks:
             raise ValueError(
                 f"{experts} experts cannot be divided evenly among {self.ranks} ranks; use an ep_size that divides "
@@ -151,6 +139,11 @@ class Spread:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Spread:
         return self  # a copy of a block has the same ranks, and groups cannot be copied
+
+    @property
+    def sends(self) -> bool:
+        """Tell whether `mix` must send tokens to other ranks; else this one holds all experts."""
+        return self.ranks > 1
 
     def own(self, of_all: Any) -> Any:
         """Return the part of this rank's experts of what has one item for each expert, as a list or a tensor."""
@@ -170,7 +163,7 @@ class Spread:
         experts: HeldExperts,
         beside: Callable[[], torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Return the weighted sum of what each token's experts make of it.
+        """Return the weighted sum of what each token's experts make of it, where `sends` is true.
 
         Args:
             tokens: [T, H].
@@ -192,7 +185,7 @@ class Spread:
         added = None if beside is None else beside()
         # what takes the host alone comes before it waits, as GPUs and other ranks are busy until then
         run = experts.prepare()
-        sizes = self._sizes(loads, len(routes.choices))
+        sizes = _sizes(loads)
         arrived: Rows
         if cast is not None and loads.all_cast():
             arrived = self._send_cast(tokens, cast, routes, sizes)
@@ -208,8 +201,8 @@ class Spread:
 
     def _casts_before_sending(self, casts: Casts | None) -> Casts | None:
         """Return what casts tokens before they are sent; None: nothing does."""
-        if self.ranks == 1 or self.encoding is None:
-            self.way = None if self.ranks == 1 else IN_16_BITS
+        if self.encoding is None:
+            self.way = IN_16_BITS
             return None
         why_not = "whose experts read 16 bits" if casts is None else why_not_before_sending(casts)
         self.way = AS_CAST if why_not is None else _ENCODED.format(why_not)
@@ -217,31 +210,16 @@ class Spread:
 
     def _loads(self, chosen: torch.Tensor, told: torch.Tensor | None) -> _Loads:
         """Begin to tell the ranks how many rows go from each of them to each expert, and a number besides."""
-        tells = self.ranks > 1 and self.encoding is not None
+        tells = self.encoding is not None
         numbers = chosen.new_empty(2, self.ranks, self.held + tells, dtype=torch.int64)
         counts, arriving = numbers
         count_rows(chosen, self.experts, out=counts[:, : self.held])
         if tells:
             counts[:, self.held] = _NO_CAST if told is None else told
         # counts go ahead of the tokens: a rank must know how many rows it receives before it makes room
-        if self.ranks > 1:
-            dist.all_to_all_single(arriving, counts, group=self.group)
-        else:
-            arriving.copy_(counts)
+        dist.all_to_all_single(arriving, counts, group=self.group)
         copy, held = HostCopy(numbers), slice(self.held)
-        of_copies = None
-        if self.holders > 1:
-            rows = arriving[:, : self.held].sum().view(1)
-            dist.all_reduce(rows, group=self.copies)
-            of_copies = HostCopy(rows)  # of its own: the rows need not wait for it before they are sent
-        return _Loads(copy.part(0, held), copy.part(1, held), of_copies, copy.part(1, slice(self.held, None)))
-
-    def _sizes(self, loads: _Loads, rows: int) -> _Sizes:
-        """Wait for the sizes of messages; where there are no other ranks, so many rows stay here."""
-        if self.ranks == 1:
-            return _Sizes([rows], [rows])
-        # every rank waits for its GPU here, as all-to-all with uneven splits needs the sizes of its messages
-        return _Sizes(*([sum(rank) for rank in each.tolist()] for each in (loads.by_receiver, loads.by_sender)))
+        return _Loads(copy.part(0, held), copy.part(1, held), copy.part(1, slice(self.held, None)))
 
     def _send_cast(self, tokens: torch.Tensor, cast: _Cast, routes: Routes, sizes: _Sizes) -> FP8Rows:
         """Send rows of tokens that were cast to their experts, and return those that come here."""
@@ -257,9 +235,13 @@ class Spread:
 
     def _at_experts(self, rows: Rows, loads: _Loads, run: Run) -> torch.Tensor:
         """Return what this rank's experts make of rows, [R, H]."""
-        usual_rows = len(rows) if loads.of_copies is None else loads.of_copies.tolist()[0] / self.holders
         # tokens of all these ranks add up here, and the gradient is to be a mean over ranks
-        return run(rows, loads.by_sender, 1 / self.ranks, usual_rows)
+        return run(rows, loads.by_sender, 1 / self.ranks)
+
+
+def _sizes(loads: _Loads) -> _Sizes:
+    """Wait for the sizes of messages, which all-to-all with uneven splits needs."""
+    return _Sizes(*([sum(rank) for rank in each.tolist()] for each in (loads.by_receiver, loads.by_sender)))
 
 
 def _told_of(tokens: torch.Tensor, casts: Casts) -> torch.Tensor:

@@ -15,7 +15,6 @@ import fp8booster.colossal  # noqa: F401  (patches colossalai before it is impor
 from fp8booster import FP8Config, comm, convert_to_fp8, report
 from fp8booster.comm import Encoding
 from fp8booster.monitor.traffic import count_traffic
-from fp8booster.nn.experts import mixture
 from fp8booster.nn.experts.dispatch import exchange_rows, run_experts
 from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.experts.spread import Run, Spread
@@ -144,20 +143,15 @@ def test_an_experts_weight_gradient_is_that_of_its_tokens_also_where_other_ranks
 
 
 @ranks(2)
-@pytest.mark.parametrize("spread", ["experts", "tokens", "both"])
-def test_experts_are_told_which_rows_are_whose(spread: str) -> None:
-    """Both at once, which takes four ranks, by two groups of these two."""
-    ranks_of = {"experts": (2, 1), "tokens": (1, 2), "both": (2, 2)}
-    group, copies = ranks_of[spread]
-    spread_over = Spread(4, dist.group.WORLD if group == 2 else alone(), dist.group.WORLD if copies == 2 else alone())
+def test_experts_are_told_which_rows_are_whose() -> None:
+    spread_over = Spread(4, dist.group.WORLD)
     chosen = torch.tensor([[0, 1], [0, 1]] if dist.get_rank() == 0 else [[0, 3], [0, 3]])
-    own = [2, 2, 0, 0] if dist.get_rank() == 0 else [2, 0, 0, 2]
     # from either rank for the experts here: 0 and 1, or 2 and 3
-    arrived = [own] if group == 1 else [[2, 2], [2, 0]] if dist.get_rank() == 0 else [[0, 0], [0, 2]]
+    arrived = [[2, 2], [2, 0]] if dist.get_rank() == 0 else [[0, 0], [0, 2]]
     told = []
 
-    def run(rows: torch.Tensor, counts: HostCopy, factor: float, usual_rows: float) -> torch.Tensor:
-        told.append((len(rows), counts.tolist(), factor, usual_rows))
+    def run(rows: torch.Tensor, counts: HostCopy, factor: float) -> torch.Tensor:
+        told.append((len(rows), counts.tolist(), factor))
         return 2 * rows
 
     def prepare() -> Run:
@@ -169,28 +163,7 @@ def test_experts_are_told_which_rows_are_whose(spread: str) -> None:
     with mock.patch.object(HostCopy, "tolist", autospec=True, side_effect=HostCopy.tolist) as waits:
         mixed = spread_over.mix(tokens, chosen, torch.full((2, 2), 0.5), experts)
     torch.testing.assert_close(mixed, 2 * tokens)
-    rows = sum(map(sum, arrived))
-    assert told == [(rows, arrived, 1 / group, 8 / 2 if copies == 2 else rows)]
-
-
-@ranks(2)
-@pytest.mark.parametrize("expert_parallel", [True, False])
-def test_ranks_choose_how_experts_run_by_the_tokens_that_all_have(expert_parallel: bool) -> None:
-    """Else gradients would come in other orders."""
-    block, asked = spread_block("Mixtral", communication=False, expert_parallel=expert_parallel), []
-    rows = 8 if dist.get_rank() == 0 else 24
-
-    def seen(rows: torch.Tensor, counts: Any, experts: Any, factors: Any, grouped: Any, usual_rows: float) -> Any:
-        asked.append((len(rows), usual_rows, len(experts)))
-        return run_experts(rows, counts, experts, factors, grouped, usual_rows)
-
-    with mock.patch.object(mixture, "run_experts", seen):
-        block(torch.randn(1, rows, 64))
-    ((own, usual, experts),) = asked
-    if expert_parallel:  # a rank's experts are its own, and all tokens for them are here
-        assert (usual, experts) == (own, EXPERTS // 2)
-    else:
-        assert (own, usual, experts) == (2 * rows, 2 * (8 + 24) / 2, EXPERTS)
+    assert told == [(sum(map(sum, arrived)), arrived, 1 / 2)]
 
 
 @ranks(2)

@@ -39,7 +39,7 @@ def block_of(config: FP8Config | None, ep_size: int | None, encoding: Encoding |
     model = tiny_mixture("Qwen3-MoE").bfloat16()
     block = blocks_to_spread(model)[0]
     if ep_size is not None:
-        for each in spread_experts(model, *groups(ep_size)):
+        for each in spread_experts(model, groups(ep_size)[0]):
             each.encoding = encoding
     if config is not None:
         convert_to_fp8(model, config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from torch import nn
 
 from fp8booster import FP8Config, comm, convert_to_fp8, report
 from fp8booster.comm import Encoding
+from fp8booster.monitor.traffic import count_traffic
+from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.experts.parallel import blocks_to_spread, spread_experts, spread_of
 from fp8booster.nn.experts.spread import Spread
 from fp8booster.nn.modules import held_by_modules
@@ -66,7 +69,7 @@ def assert_equal_to_whole(model: nn.Module, tokens: torch.Tensor, ep_size: int, 
     """In FP32, each gradient as data parallelism averages it: of experts over the ranks that hold the same."""
     spread = copy.deepcopy(model)
     group, copies = groups(ep_size)
-    assert {block.held for block in spread_experts(spread, group, copies)} == {EXPERTS // ep_size}
+    assert {block.held for block in spread_experts(spread, group)} == {EXPERTS // ep_size}
     loss, expected = expected_of(model, tokens, balanced)
     found_loss, found = backward(spread, tokens, balanced)
     assert found_loss == pytest.approx(loss, rel=1e-5)
@@ -93,9 +96,31 @@ def test_losses_and_gradients_are_those_of_one_rank(family: str) -> None:
 
 
 @ranks(4)
+@pytest.mark.parametrize("ep_size", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_they_are_where_several_ranks_hold_the_same_experts(family: str) -> None:
-    assert_equal_to_whole(tiny_mixture(family), batch_of(dist.get_rank()), ep_size=2)
+def test_they_are_where_several_ranks_hold_the_same_experts(family: str, ep_size: int) -> None:
+    assert_equal_to_whole(tiny_mixture(family), batch_of(dist.get_rank()), ep_size)
+
+
+@ranks(2)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_rank_with_all_experts_computes_as_if_there_were_no_others(family: str) -> None:
+    """Bit for bit; it sends nothing, and its host waits for no counts."""
+    whole, spread = (tiny_mixture(family).bfloat16() for _ in range(2))
+    for each in spread_experts(spread, groups(1)[0]):
+        each.encoding = Encoding()
+    for model in (whole, spread):
+        convert_to_fp8(model, FP8Config(emulate=True, always=True))
+    loss, expected = backward(whole, batch_of(dist.get_rank()))
+    with count_traffic() as traffic, mock.patch.object(HostCopy, "tolist") as waits:
+        found_loss, found = backward(spread, batch_of(dist.get_rank()))
+    assert (found_loss, traffic.counts, waits.called) == (loss, {}, False)
+    assert found.keys() == {name for name, _ in spread.named_parameters()}
+    for name, gradient in found.items():
+        assert torch.equal(gradient, expected.get(name, torch.zeros_like(gradient))), name
+    told = report(spread)
+    assert {load.sent for load in told.loads} == {None}
+    assert {row.why_one_by_one for row in told.grouped} <= {None}
 
 
 @ranks(2)
@@ -222,6 +247,19 @@ def test_what_only_the_blocks_own_code_could_do_is_refused() -> None:
     else:
         with pytest.raises(ValueError, match="called otherwise than with tokens, their experts and weights"):
             block.experts(x)
+
+
+@ranks(2)
+def test_the_blocks_own_code_may_run_where_a_rank_has_all_experts() -> None:
+    whole, spread = (tiny_mixture("Mixtral") for _ in range(2))
+    spread_experts(spread, groups(1)[0])
+    found = []
+    for model in (whole, spread):
+        (block, *_) = [each for each in model.modules() if "SparseMoeBlock" in type(each).__name__]
+        block.jitter_noise = 0.5
+        torch.manual_seed(0)
+        found.append(block(torch.randn(1, 4, 64)))
+    assert all(map(torch.equal, *(each if isinstance(each, tuple) else (each,) for each in found)))
 
 
 @ranks(2)
