@@ -2,10 +2,12 @@
 
     python -m benchmarks.host_step --out results --json results/host-step.json
     python -m benchmarks.host_step --model micro-moe --layers 2 --engine gemini
+    python -m benchmarks.host_step --engine fsdp2 --layers 16
 
-One rank and a model of many small layers, or of many small experts. Tensors of the CPU take the way of a GPU's,
-launches do nothing, and replays of CUDA graphs do nothing either (`harness.calls.idle_gpu`). So what is timed is what
-the host does for a GPU, and what PyTorch computes on the CPU where no kernel of fp8booster's does.
+One rank, or with `--engine fsdp2` one of two, and a model of many small layers, or of many small experts. Tensors of
+the CPU take the way of a GPU's, launches do nothing, and replays of CUDA graphs do nothing either
+(`harness.calls.idle_gpu`). So what is timed is what the host does for a GPU, and what PyTorch computes on the CPU where
+no kernel of fp8booster's does.
 """
 
 from __future__ import annotations
@@ -136,6 +138,35 @@ class _Boosted:
         self._boosted.update(1.0)
 
 
+class _Sharded:
+    """A training step of `fp8booster.fully_shard`, FSDP2, in its phases.
+
+    Args:
+        job: what is trained.
+    """
+
+    def __init__(self, job: Job) -> None:
+        from benchmarks.training.fsdp2 import ours
+
+        built = ours(job, torch.device("cpu"))
+        self._model, self._optimizer = built.model, built.optimizer
+        self._batch = _batch(job, built.replica)
+
+    def forward(self) -> None:
+        """Compute the loss."""
+        self._loss = self._model(**self._batch).loss
+
+    def backward(self) -> None:
+        """Compute and reduce the gradients."""
+        self._loss.backward()
+
+    def update(self) -> None:
+        """Clip the gradients and update the weights."""
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
 def _batch(job: Job, replica: Replica) -> dict[str, torch.Tensor]:
     from benchmarks.training.data import batches
     from fp8booster.training.boosted import causal
@@ -143,15 +174,22 @@ def _batch(job: Job, replica: Replica) -> dict[str, torch.Tensor]:
     return causal(batches(job, replica, torch.device("cpu"))(0))
 
 
-PLAIN = "plain"
+PLAIN, FSDP2 = "plain", "fsdp2"
 
 _ENGINES: dict[str, dict[str, Any]] = {
     PLAIN: {},
+    FSDP2: {},
     "zero1": {"plugin": "low_level_zero", "zero": 1},
     "zero2": {"plugin": "low_level_zero", "zero": 2},
     "gemini": {"plugin": "gemini"},
 }
 """What `--engine` takes, and the fields of its job."""
+
+
+def _new_step(engine: str, job: Job, buckets: int) -> _Plain | _Sharded | _Boosted:
+    if engine == PLAIN:
+        return _Plain(job)
+    return _Sharded(job) if engine == FSDP2 else _Boosted(job, buckets)
 
 
 def measure(engine: str, model: str, layers: int, buckets: int, graphs: bool, steps: int) -> Record:
@@ -168,7 +206,7 @@ def measure(engine: str, model: str, layers: int, buckets: int, graphs: bool, st
         **_ENGINES[engine],
     )
     with patch.object(recorder, "recorder_for", lambda device: _Replays()):
-        step = _Plain(job) if engine == PLAIN else _Boosted(job, buckets)
+        step = _new_step(engine, job, buckets)
         with idle_gpu():
             phases = {name: getattr(step, name) for name in PHASES}
             for _ in range(WARM_UP):
@@ -188,6 +226,16 @@ def measure(engine: str, model: str, layers: int, buckets: int, graphs: bool, st
         "ms": {name: Samples.of(values).as_record() for name, values in ms.items()},
         "python_calls": calls,
     }
+
+
+def _join(engine: str) -> None:
+    """Begin with one rank; for FSDP2 as one of two that send nothing, for one alone gathers no weight."""
+    if engine != FSDP2:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
 
 
 def _column(phase: str) -> Column:
@@ -210,7 +258,9 @@ NOTE = (
 
 def main(
     model: Annotated[Literal["micro", "micro-moe"], typer.Option(help="micro-moe has 128 experts a layer.")] = "micro",
-    engine: Annotated[Literal["plain", "zero1", "zero2", "gemini"], typer.Option(help="What trains it.")] = "zero1",
+    engine: Annotated[
+        Literal["plain", "fsdp2", "zero1", "zero2", "gemini"], typer.Option(help="What trains it.")
+    ] = "zero1",
     layers: Annotated[int, typer.Option(min=1, help="Decoder layers; 22 are those of LLaMA 1B.")] = 22,
     buckets: Annotated[int, typer.Option(min=1, help="In which gradients are reduced; 19 are those of LLaMA 1B.")] = 19,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps.")] = 40,
@@ -221,10 +271,10 @@ def main(
     """Time what Python does for a training step, with and without CUDA graphs."""
     _, gpu = command.measured_device("cpu")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    _join(engine)
     try:
         # layers with experts that are modules are not replayed, nor those without a plugin
-        kinds = (False, True) if model == "micro" and engine != PLAIN else (False,)
+        kinds = (False, True) if model == "micro" and engine not in (PLAIN, FSDP2) else (False,)
         records = [measure(engine, model, layers, buckets, graphs, steps) for graphs in kinds]
     finally:
         dist.destroy_process_group()

@@ -92,6 +92,9 @@ class _Event:
     def record(self, stream: Any = None) -> None:
         """Mark nothing."""
 
+    def wait(self, stream: Any = None) -> None:
+        """Let no stream wait."""
+
     def synchronize(self) -> None:
         """Wait for nothing."""
 

@@ -113,6 +113,52 @@ def edits() -> dict[str, Any]:
     return {"before": before, "after": after, "right": other(input_ids=batch(), labels=batch()).loss.item()}
 
 
+def agreements() -> dict[str, Any]:
+    """How often ranks agree on amaxes in steps, and what a layer computes that runs by itself after an edit."""
+    model, other = fully_shard(build(dtype=FP32)), build(dtype=FP32)
+    convert_to_fp8(other)
+    found: dict[str, Any] = {}
+    reduced = []
+    all_reduce = dist.all_reduce
+
+    def counted(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, *more: Any, **named: Any) -> Any:
+        if op == dist.ReduceOp.MAX:
+            reduced.append(tensor.numel())
+        return all_reduce(tensor, op, *more, **named)
+
+    layers = [each.model.layers[1] for each in (model, other)]
+    given: list[Any] = []
+
+    def stop(*_: Any) -> None:
+        if given:
+            raise ValueError("stop")
+
+    model.model.layers[0].register_forward_pre_hook(stop)
+    layers[0].register_forward_pre_hook(lambda _, *given_now: given.append(given_now), with_kwargs=True)
+
+    def forward() -> torch.Tensor:
+        return model(input_ids=batch(), labels=batch()).loss
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", counted)
+        forward().backward()
+        found["a step"], reduced[:] = list(reduced), []
+        found["broken off"] = outcome(forward)
+        arguments, named = given[0]
+        named = {key: value for key, value in named.items() if key not in ("past_key_values", "past_key_value")}
+        for when in ("after a forward that broke off", "again"):
+            reduced[:] = []
+            with torch.no_grad():
+                for layer in layers:
+                    for name, weight in layer.named_parameters():
+                        if "proj" in name:
+                            weight.mul_(3)
+                alone, right = [layer(*arguments, **named) for layer in layers]
+                alone, right = [each[0] if isinstance(each, tuple) else each for each in (alone, right)]
+            found[when] = ((alone - right).norm() / right.norm()).item(), list(reduced)
+    return found
+
+
 def checkpoints(folder: str) -> dict[str, Any]:
     """Save with DCP, load into another model, and gather the whole state."""
     model = fully_shard(build(dtype=FP32))
@@ -286,6 +332,7 @@ def everything(folder: str) -> dict[str, Any]:
         "BF16": train_in_fp8_and_16_bits(BF16),
         "memory": memory(),
         "edits": edits(),
+        "agreements": agreements(),
         "checkpoints": checkpoints(folder),
         "readers": readers(),
         "micro-batches": micro_batches(),
@@ -341,6 +388,17 @@ def test_edits_of_shards_are_seen(ranks: list[dict[str, Any]]) -> None:
         found = rank["edits"]
         assert found["after"] == pytest.approx(found["right"], rel=1e-3)
         assert abs(found["after"] - found["before"]) > 1e-2
+
+
+def test_ranks_agree_once_a_forward_or_for_a_layer_that_runs_by_itself(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        found = rank["agreements"]
+        assert found["a step"] == [14]  # weights of both layers, for forward and backward
+        assert found["broken off"] == "stop"
+        for when in ("after a forward that broke off", "again"):
+            error, reduced = found[when]
+            assert reduced == [7]
+            assert error < 0.12  # by the scales of before, weights three times as large would saturate
 
 
 def test_checkpoints_have_the_exact_weights_under_the_names_of_the_model(ranks: list[dict[str, Any]]) -> None:

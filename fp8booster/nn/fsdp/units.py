@@ -1,14 +1,15 @@
 """FSDP2 (`fully_shard`) whose units gather the weights of FP8 layers and experts in FP8, straight for the products.
 
-Each rank holds rows of a weight; of experts in one parameter, whole experts. Before a unit runs its ranks agree on the
-amax of each weight, cast their rows, and gather these bytes in one message with the unit's other parameters, which stay
-as they are. What was gathered is what the layers multiply by. Backward gathers it again and transposes it; the weight
-has no values in 16 bits, unless somebody reads it without its layer. The optimizer updates the exact shards, and a
-checkpoint has these.
+Each rank holds rows of a weight; of experts in one parameter, whole experts. When the model begins a forward its ranks
+agree on the amaxes of all weights, in one message. Before a unit runs each rank casts its rows of it, and gathers these
+bytes in one message with the unit's other parameters, which stay as they are. What was gathered is what the layers
+multiply by. Backward gathers it again, by the same scales, and transposes it; the weight has no values in 16 bits,
+unless somebody reads it without its layer. The optimizer updates the exact shards, and a checkpoint has these.
 
 FSDP2 lets the local tensor of a parameter say what it sends and what is made of it: `fsdp_pre_all_gather` and
-`fsdp_post_all_gather`. A parameter's bookkeeping, `FSDPParam`, asks the tensor for them; a subclass, put in place by
-class, answers for it here, as tensors change when a state is loaded.
+`fsdp_post_all_gather`. A parameter's bookkeeping, `FSDPParam`, asks the tensor whether it has them; a subclass, put in
+place by class, answers for it here, as tensors change when a state is loaded. It gathers by itself after that: FSDP2
+looks at the signature of these methods at each gather of each parameter, which took a tenth of the host's time.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import cached_property
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -24,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import Work
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from fp8booster.comm.observer import observer
@@ -37,6 +40,7 @@ from fp8booster.nn.fused.merged_layers import MergedLayers
 from fp8booster.nn.modules import change_class
 from fp8booster.nn.sharding import NOT_FP8, ScaleGroup, ShardedCast, WeightHolder, scale_groups, why_not_cast
 from fp8booster.nn.weights.resharded import ReshardedWeight
+from fp8booster.nn.weights.source import WeightSource
 from fp8booster.tensor import QuantizedMatrix
 
 _GATHER = "all_gather_into_tensor"
@@ -44,6 +48,7 @@ _GATHER = "all_gather_into_tensor"
 _OVERRIDDEN = (
     "_init_extensions",
     "_sharded_local_tensor",
+    "all_gather_inputs",
     "alloc_all_gather_outputs",
     "free_unsharded_param",
     "init_all_gather_outputs",
@@ -86,6 +91,11 @@ class FP8FSDPParam(FSDPParam):
     def _sharded_local_tensor(self) -> Any:
         return self.fp8_message
 
+    @property
+    def all_gather_inputs(self) -> list[Tensor]:
+        """This rank's rows in FP8, with rows of zeros for FSDP2's padding, of one dimension."""
+        return [self.fp8_unit.message_of(self)]
+
     def init_all_gather_outputs(self, *arguments: Any, **named: Any) -> None:
         """Gather into rows of the matrix of all weights that are multiplied as one."""
         if not self.all_gather_outputs:
@@ -97,9 +107,15 @@ class FP8FSDPParam(FSDPParam):
             self.fp8_unit.allocate(self)
 
     def init_unsharded_param(self) -> None:
-        """Make the parameter, whose memory is one value, seen through its shape."""
-        super().init_unsharded_param()
-        self._drop_values()
+        """Hand the layers of the unit what was gathered; at first make the parameter.
+
+        Its memory is one value, seen through its shape.
+        """
+        if not hasattr(self, "_unsharded_param"):
+            self._extensions_data.all_gather_input_sizes = [self.padded_sharded_param_size]
+            super().init_unsharded_param()
+            self._drop_values()
+        self.fp8_unit.fill()
 
     def free_unsharded_param(self) -> None:
         self.fp8_unit.forget(self)
@@ -125,7 +141,7 @@ class FP8FSDPParam(FSDPParam):
 
 
 class _Message:
-    """Stands for the local tensor of a parameter where FSDP2 asks it what to send.
+    """Stands for the local tensor of a parameter where FSDP2 asks it whether it gathers what it likes.
 
     Args:
         param: the bookkeeping of the parameter.
@@ -138,30 +154,13 @@ class _Message:
         """Return the shape of the rows."""
         return self._param.shard.size()
 
-    def to(self, *_: Any, **__: Any) -> _Message:
-        """Return itself: what is offloaded is cast where it goes."""
-        return self
+    def fsdp_pre_all_gather(self, *_: Any) -> None:
+        """Raise: `FP8FSDPParam.all_gather_inputs` answers for it."""
+        raise NotImplementedError("the bookkeeping of this parameter says what is gathered")
 
-    def fsdp_pre_all_gather(
-        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
-    ) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Return this rank's rows in FP8, with rows of zeros for FSDP2's padding, and the inverse scale."""
-        values, inverse_scale = self._param.fp8_unit.message_of(self._param)
-        return (values,), inverse_scale
-
-    def fsdp_post_all_gather(
-        self,
-        all_gather_outputs: tuple[Tensor, ...],
-        metadata: Tensor,
-        param_dtype: torch.dtype,
-        *,
-        out: Tensor | None = None,
-    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Hand the layer what was gathered; return what the parameter is made of at first, which is freed then."""
-        self._param.fp8_unit.fill(self._param, all_gather_outputs[0], metadata)
-        if out is not None:
-            return None
-        return torch.empty(self._param._orig_size, dtype=param_dtype, device=self._param.device), ()
+    def fsdp_post_all_gather(self, gathered: Any, metadata: Any, dtype: torch.dtype) -> tuple[Tensor, tuple]:
+        """Return what the parameter is made of at first, which is freed then."""
+        return torch.empty(self._param._orig_size, dtype=dtype, device=self._param.device), ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,6 +171,7 @@ class _Place:
     layer: WeightHolder
     source: ReshardedWeight
     group: ScaleGroup  # of the weights that it shares a scale, and memory, with
+    number: int  # of that group in its unit
 
 
 class FP8Unit:
@@ -181,10 +181,13 @@ class FP8Unit:
         params: of the unit, all of which are of FP8 layers or experts that `why_not_cast` has no reason for.
         merged: layers of the unit that are multiplied as one, or one by one where their weights cannot be stacked.
         group: the ranks that hold the rows.
+        state: of the unit: FSDP2's bookkeeping of its parameters.
     """
 
-    def __init__(self, params: Sequence[FSDPParam], merged: Sequence[MergedLayers], group: dist.ProcessGroup) -> None:
-        self._group, self._ranks = group, group.size()
+    def __init__(
+        self, params: Sequence[FSDPParam], merged: Sequence[MergedLayers], group: dist.ProcessGroup, state: Any
+    ) -> None:
+        self._group, self._ranks, self._state = group, group.size(), state
         of_layer: dict[WeightHolder, Any] = {cast(WeightHolder, holder_of(param)): param for param in params}
 
         def why_apart(merged: MergedLayers) -> str | None:
@@ -193,23 +196,39 @@ class FP8Unit:
 
         self.groups = scale_groups(list(of_layer), merged, why_apart)
         self.places: list[_Place] = []
-        for group_of in self.groups:
+        for number, group_of in enumerate(self.groups):
             for layer in group_of.layers:
                 param = of_layer[layer]
                 FP8FSDPParam.convert_in_place(param, self)
                 source = ReshardedWeight(layer.weight_is_transposed, param.restore_values)
                 source.why_not_replaced = GATHERED
                 layer.fp8_weight = source
-                self.places.append(_Place(param, layer, source, group_of))
+                self.places.append(_Place(param, layer, source, group_of, number))
             if group_of.merged is not None:
                 group_of.merged.fp8_weight.always = True
         self._place_of = {place.param: place for place in self.places}
+        self.params = [place.param for place in self.places]
         self._sharded: ShardedCast | None = None
-        self._messages: dict[FSDPParam, tuple[Tensor, Tensor]] = {}
+        self._for_forward: _Amaxes | None = None  # of all units, for the next gather of a forward
+        self._for_backward: _Amaxes | None = None  # by which the last forward gathered
+        self._messages: dict[FP8FSDPParam, Tensor] = {}
+        self._inverse_scales: Tensor | None = None
         self._memory: dict[ScaleGroup, Tensor] = {}
+        self.uncounted = 0
+        """Bytes of amaxes that ranks have told each other since the last gather."""
 
-    def message_of(self, param: FP8FSDPParam) -> tuple[Tensor, Tensor]:
-        """Return this rank's rows of a parameter in FP8, padded, and the inverse scale, float32 []."""
+    def shards(self) -> list[Tensor]:
+        """Return this rank's rows of all weights, of one dimension, as they are now."""
+        return [param.shard.reshape(-1) for param in self.params]
+
+    def expect(self, amaxes: _Amaxes | None) -> None:
+        """Cast by these amaxes when the unit is gathered in a forward; None: by what its ranks agree on then."""
+        self._for_forward = amaxes
+        if amaxes is not None:
+            self.uncounted += amaxes.values.nbytes
+
+    def message_of(self, param: FP8FSDPParam) -> Tensor:
+        """Return this rank's rows of a parameter in FP8, padded, of one dimension."""
         if param not in self._messages:
             self._cast()
         return self._messages.pop(param)
@@ -217,26 +236,42 @@ class FP8Unit:
     @torch.no_grad()
     def _cast(self) -> None:
         """Cast this rank's rows of all weights of the unit, as they are now."""
-        params = [place.param for place in self.places]
-        device = params[0].device
+        device = self.params[0].device
         if self._sharded is None or self._sharded.device != device:
             self._sharded = ShardedCast(self.groups, device)
-        shards = [param.shard.reshape(-1) for param in params]
-        # at each gather, whether or not a weight has changed: a rank that alone saw a change would wait for ever
-        amaxes = self._sharded.agree(shards, self._group)
+        shards = self.shards()
+        amaxes = self._amaxes(shards)
         # memory of their own at each gather: what was gathered before may still be read
-        scales = dict(zip(self.groups, new_inverse_scales(len(self.groups), device).unbind(), strict=True))
-        of_weights = [scales[place.group] for place in self.places]
-        messages = [
-            torch.empty(place.param.padded_sharded_param_size, dtype=_format(place), device=device)
-            for place in self.places
-        ]
-        for message, shard in zip(messages, shards, strict=True):
-            if message.numel() > shard.numel():
+        self._inverse_scales = new_inverse_scales(len(self.groups), device)
+        scales = self._inverse_scales.unbind()
+        outs: list[Tensor] = []
+        messages: dict[FP8FSDPParam, Tensor] = {}
+        for place, shard in zip(self.places, shards, strict=True):
+            size, count = place.param.padded_sharded_param_size.numel(), shard.numel()
+            message = torch.empty(size, dtype=_format(place), device=device)
+            if size > count:
                 message.view(torch.uint8).zero_()
-        outs = [message.view(-1)[: shard.numel()] for message, shard in zip(messages, shards, strict=True)]
-        self._sharded.cast(shards, amaxes, outs, of_weights)
-        self._messages = dict(zip(params, zip(messages, of_weights, strict=True), strict=True))
+            outs.append(message[:count] if size > count else message)
+            messages[place.param] = message
+        self._sharded.cast(shards, amaxes, outs, [scales[place.number] for place in self.places])
+        self._messages = messages
+
+    def _amaxes(self, shards: Sequence[Tensor]) -> Tensor:
+        """Return the amaxes to cast by, float32 [weights]."""
+        # which are taken follows from the calls alone, which are the same on all ranks, and not from what a rank sees
+        # of its weights: one that alone agreed anew would wait for ever
+        state = self._state._training_state
+        known = {TrainingState.FORWARD: self._for_forward, TrainingState.PRE_BACKWARD: self._for_backward}.get(state)
+        if known is None:
+            known = _Amaxes(cast(ShardedCast, self._sharded).agree(shards, self._group), None)
+            self.uncounted += known.values.nbytes
+        if state is TrainingState.FORWARD:
+            self._for_forward, self._for_backward = None, known
+        if known.ready is not None:  # found on another stream than that which casts
+            stream = torch.cuda.current_stream(known.values.device)
+            known.ready.wait(stream)
+            known.values.record_stream(stream)
+        return known.values
 
     def memory_of(self, param: FP8FSDPParam) -> Tensor:
         """Return the memory that a parameter is gathered into, with its padding; FP8, of one dimension."""
@@ -254,20 +289,34 @@ class FP8Unit:
         if storage.size() != whole.nbytes:
             storage.resize_(whole.nbytes)
 
-    def fill(self, param: FP8FSDPParam, gathered: Tensor, inverse_scale: Tensor) -> None:
-        """Hand the layer of a parameter its FP8 weight, and with the last of some that are multiplied as one, these."""
-        if inverse_scale.is_cuda:  # made on the stream that gathers
-            inverse_scale.record_stream(torch.cuda.current_stream(inverse_scale.device))
-        place = self._place_of[param]
-        layer, group = place.layer, place.group
-        *rows, columns = param._orig_size
-        data = gathered.view(-1, columns)[: math.prod(rows)]
-        nothing = data.new_empty(0)
-        weights = [layer.held_weight]
-        place.source.fill(weights, layer.in_product_layout(QuantizedMatrix(data, nothing, inverse_scale, None)))
-        if group.merged is not None and layer is group.layers[-1]:
-            whole = self._memory[group].view(-1, columns)
-            group.merged.fp8_weight.fill(weights, QuantizedMatrix(whole, nothing, inverse_scale, None))
+    def fill(self) -> None:
+        """Hand the layers their FP8 weights, once for each gather."""
+        if self._inverse_scales is None:
+            return
+        if self._inverse_scales.is_cuda:  # made on the stream that gathers
+            self._inverse_scales.record_stream(torch.cuda.current_stream(self._inverse_scales.device))
+        scales = self._inverse_scales.unbind()
+        self._inverse_scales = None
+        for source, quantized, number in self._to_fill:
+            source.fill((), quantized._replace(inverse_scale=scales[number]))
+
+    @cached_property
+    def _to_fill(self) -> list[tuple[WeightSource, QuantizedMatrix, int]]:
+        """What each source of weights is filled with, but for its scale, and the number of that; all of it lies in the
+        memory that is gathered into, whichever the gather.
+        """
+        to_fill: list[tuple[WeightSource, QuantizedMatrix, int]] = []
+        for place in self.places:
+            *rows, columns = place.param._orig_size
+            data = place.param.all_gather_outputs[0].view(-1, columns)[: math.prod(rows)]
+            nothing = data.new_empty(0)
+            unscaled = nothing.new_empty(0, dtype=torch.float32)
+            stored = QuantizedMatrix(data, nothing, unscaled, None)
+            to_fill.append((place.source, place.layer.in_product_layout(stored), place.number))
+            if place.group.merged is not None and place.layer is place.group.layers[-1]:
+                whole = self._memory[place.group].view(-1, columns)
+                to_fill.append((place.group.merged.fp8_weight, stored._replace(data=whole), place.number))
+        return to_fill
 
     def gathered_of(self, param: FP8FSDPParam) -> QuantizedMatrix | None:
         """Return the FP8 weight of a parameter as it lies; None: it is not gathered."""
@@ -282,6 +331,53 @@ class FP8Unit:
         place.source.forget()
         if place.group.merged is not None:
             place.group.merged.fp8_weight.forget()
+
+
+class _Amaxes(NamedTuple):
+    """What the weights of a unit are cast by."""
+
+    values: Tensor  # float32 [weights]
+    ready: torch.cuda.Event | None  # when they were found on another stream than that which casts
+
+
+class _ForwardAmaxes:
+    """Lets ranks agree on the amaxes of all units of a model when it begins a forward, in one message.
+
+    Args:
+        units: of the model, held by the same ranks.
+        group: these ranks.
+    """
+
+    def __init__(self, units: Sequence[FP8Unit], group: dist.ProcessGroup) -> None:
+        self._units, self._group = units, group
+        self._groups = [each for unit in units for each in unit.groups]
+        self._sharded: ShardedCast | None = None
+
+    def follow(self, model: nn.Module) -> None:
+        """Do so for the forwards of a model; its units agree by themselves when they run without it."""
+        model.register_forward_pre_hook(self._before, prepend=True)
+        model.register_forward_hook(self._after, always_call=True)
+
+    @torch.no_grad()
+    def _before(self, model: Any, *_: Any) -> None:
+        state = model._get_fsdp_state()
+        if state._training_state is not TrainingState.IDLE:
+            return  # made again in backward, which gathers as the forward did
+        state._lazy_init()  # which looks for tensors that took the places of others since the model was sharded
+        device = self._units[0].params[0].device
+        if self._sharded is None or self._sharded.device != device:
+            self._sharded = ShardedCast(self._groups, device)
+        amaxes = self._sharded.agree([shard for unit in self._units for shard in unit.shards()], self._group)
+        ready = None
+        if amaxes.is_cuda:
+            ready = torch.cuda.Event()
+            ready.record()
+        for unit, values in zip(self._units, amaxes.split([len(unit.params) for unit in self._units]), strict=True):
+            unit.expect(_Amaxes(values, ready))
+
+    def _after(self, *_: Any) -> None:
+        for unit in self._units:
+            unit.expect(None)
 
 
 def _format(place: _Place) -> torch.dtype:
@@ -309,10 +405,11 @@ class UnitGather(AllGather):
         """Gather."""
         ranks, plain = group.size(), input_tensor.nbytes
         if self._unit is not None:
-            params = [place.param for place in self._unit.places]
+            params = self._unit.params
             sent = sum(param.padded_sharded_param_size.numel() for param in params)
             item = (params[0].param_dtype or params[0].orig_dtype).itemsize
-            transports = {_GATHER: sent, "all_reduce": 4 * len(params)}
+            transports = {_GATHER: sent, "all_reduce": self._unit.uncounted}
+            self._unit.uncounted = 0
             observer.count_encoded(NAME, ranks, sent * item, transports, _GATHER)
             plain -= sent
         if plain:
@@ -332,6 +429,7 @@ def gather_in_fp8(
         merged_in: by unit, layers that are multiplied as one.
         kept: by their identities, layers whose weights are gathered in 16 bits, and why.
     """
+    units: dict[dist.ProcessGroup, list[FP8Unit]] = {}
     for module in fsdp_units(model):
         chosen: list[FSDPParam] = []
         reasons = []
@@ -358,9 +456,15 @@ def gather_in_fp8(
                 reasons.append(reason)
         unit = None
         if chosen:
-            unit = FP8Unit(chosen, merged_in.get(module, ()), chosen[0].mesh_info.shard_process_group)
+            group = chosen[0].mesh_info.shard_process_group
+            param_group = module._get_fsdp_state()._fsdp_param_group
+            unit = FP8Unit(chosen, merged_in.get(module, ()), group, param_group)
+            units.setdefault(group, []).append(unit)
         if params:
             module.set_custom_all_gather(UnitGather(unit, reasons))
+    if isinstance(model, FSDPModule):
+        for ranks, of_ranks in units.items():
+            _ForwardAmaxes(of_ranks, ranks).follow(model)
 
 
 def holder_of(param: FSDPParam) -> WeightHolder | None:
