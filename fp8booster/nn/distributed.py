@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -27,6 +27,7 @@ from fp8booster.nn.fsdp.units import fsdp_units, gather_in_fp8, params_of, why_n
 from fp8booster.nn.fuse import fuse
 from fp8booster.nn.fused import fuse_model
 from fp8booster.nn.fused.decoder import FusedDecoderLayer
+from fp8booster.nn.graphs import capture_layers
 from fp8booster.nn.linear.frozen import FrozenLayer
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import repeated_layers, require_module, vocabulary_heads
@@ -56,7 +57,8 @@ def fully_shard(
     Args:
         model: converted and fused already, or not; on any device, meta too.
         config: of the FP8 layers; None keeps that of a converted model, and else is `FP8Config()`. With `messages=None`
-            weights and gradients are sent in 16 bits.
+            weights and gradients are sent in 16 bits. With `cuda_graphs=True` decoder layers become CUDA graphs, and
+            the FP8 weights of two stay in memory, where those of all layers are gathered by turns.
         mesh: of one dimension, or of two, (replicas, shards); None: all ranks.
         units: modules that are gathered at once, the inner ones first; None: the members of each list of layers.
         reshard_after_forward: as torch's. With a number, which spreads weights over fewer ranks after forward, weights
@@ -73,13 +75,11 @@ def fully_shard(
         TypeError: the model is no module, or the configuration no FP8Config.
     """
     config = _prepared(model, config, "fully_shard")
-    if config.cuda_graphs:
-        raise ValueError(
-            "FSDP2 gathers weights elsewhere at each step, where no CUDA graph finds them; leave cuda_graphs out of "
-            "the FP8Config"
-        )
     if config.fused:
         fuse_model(model)
+    layers = repeated_layers(model)
+    if config.cuda_graphs:
+        capture_layers(model)
     frozen = [module for module in model.modules() if isinstance(module, FrozenLayer)]
     options: dict[str, Any] = {
         "mesh": mesh,
@@ -89,23 +89,24 @@ def fully_shard(
         # FP8 alone is there of these, which a policy would cast; each rank keeps them whole
         "ignored_params": {each for layer in frozen for each in layer.parameters()},
     }
-    for unit in repeated_layers(model) if units is None else units:
+    for unit in layers if units is None else units:
         shard_by_torch(unit, **options)
     shard_by_torch(model, **options)
     for layer in frozen:  # FSDP2 moves what it shards alone
         if not next(layer.parameters()).is_meta:
             layer.to(next(param.device for unit in fsdp_units(model) for param in params_of(unit)))
     _reduce_all_experts(model)
-    follow_fsdp2(model, config.messages)
+    follow_fsdp2(model, config.messages, stay=layers if config.cuda_graphs else ())
     return model
 
 
-def follow_fsdp2(model: nn.Module, messages: Encoding | None) -> None:
+def follow_fsdp2(model: nn.Module, messages: Encoding | None, *, stay: Collection[nn.Module] = ()) -> None:
     """Let a model that FSDP2 has sharded keep no FP8 weight between forward and backward, and communicate in FP8.
 
     Args:
         model: converted and fused before it was sharded. Weights that were gathered already are gathered in 16 bits.
         messages: how gradients are sent; None: neither they nor weights are sent in FP8.
+        stay: units whose weights are gathered into memory that stays, for CUDA graphs.
     """
     unit_of: dict[nn.Module, nn.Module] = {}
     for unit in fsdp_units(model):
@@ -122,7 +123,9 @@ def follow_fsdp2(model: nn.Module, messages: Encoding | None) -> None:
     if messages is not None:
         compress_fsdp(model, gather=False, encoding=messages)
         if why_not_gathered() is None:
-            gather_in_fp8(model, merged_in, dict.fromkeys(vocabulary_heads(model), "a loss may read it whole"))
+            gather_in_fp8(
+                model, merged_in, dict.fromkeys(vocabulary_heads(model), "a loss may read it whole"), stay=stay
+            )
 
 
 def data_parallel(

@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fp8booster import Encoding, FP8Config, comm, convert_to_fp8, data_parallel, fully_shard, fuse, quantize, report
 from fp8booster.nn import distributed
-from fp8booster.nn.fsdp.units import FP8FSDPParam, params_of
+from fp8booster.nn.fsdp.bookkeeping import FP8FSDPParam
+from fp8booster.nn.fsdp.units import params_of
 from fp8booster.nn.fused import fused_summary
 from fp8booster.nn.fused.merged_layers import merged_layers
 from fp8booster.nn.linear.layer import FP8Layer
@@ -250,7 +251,6 @@ def orders() -> dict[str, Any]:
     sharded = fully_shard(fused)
     by_torch = shard_by_torch(build(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     compiled = nn.Sequential(torch.compile(nn.Linear(64, 64)))
-    graphs = FP8Config(cuda_graphs=True)
     return {
         "converted before": [
             {layer.fp8_config.scaling.name for layer in sharded.modules() if isinstance(layer, FP8Layer)},
@@ -263,7 +263,6 @@ def orders() -> dict[str, Any]:
         "DDP": outcome(lambda: fully_shard(DistributedDataParallel(build()))),
         "compiled": outcome(lambda: data_parallel(compiled)),
         "scaling": outcome(lambda: fully_shard(build(), FP8Config(messages=Encoding(automatic_scaling=True)))),
-        "graphs": outcome(lambda: fully_shard(build(), graphs)),
         "no module": outcome(lambda: fully_shard("llama")),
     }
 
@@ -445,7 +444,6 @@ def test_calls_in_another_order_serve_or_are_refused_with_a_sentence(ranks: list
         assert "in DistributedDataParallel already; give the one inside" in found["DDP"]
         assert "compile what fp8booster.data_parallel returns" in found["compiled"]
         assert "leave automatic_scaling out of messages" in found["scaling"]
-        assert "leave cuda_graphs out" in found["graphs"]
         assert "give an nn.Module" in found["no module"]
 
 

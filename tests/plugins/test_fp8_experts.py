@@ -16,7 +16,8 @@ from fp8booster.comm import Encoding
 from fp8booster.config import WeightCopies
 from fp8booster.nn.convert import WHY_NOT_ROUTERS
 from fp8booster.nn.experts.fp8_experts import ExpertWeight, FP8Experts
-from fp8booster.nn.fsdp.units import FP8FSDPParam, fsdp_units, holder_of, params_of
+from fp8booster.nn.fsdp.bookkeeping import FP8FSDPParam
+from fp8booster.nn.fsdp.units import fsdp_units, holder_of, params_of
 from fp8booster.nn.sharding import WeightHolder
 from fp8booster.nn.weights.engine import EngineWeight
 from fp8booster.nn.weights.resharded import ReshardedWeight

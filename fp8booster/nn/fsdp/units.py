@@ -5,11 +5,6 @@ agree on the amaxes of all weights, in one message. Before a unit runs each rank
 bytes in one message with the unit's other parameters, which stay as they are. What was gathered is what the layers
 multiply by. Backward gathers it again, by the same scales, and transposes it; the weight has no values in 16 bits,
 unless somebody reads it without its layer. The optimizer updates the exact shards, and a checkpoint has these.
-
-FSDP2 lets the local tensor of a parameter say what it sends and what is made of it: `fsdp_pre_all_gather` and
-`fsdp_post_all_gather`. A parameter's bookkeeping, `FSDPParam`, asks the tensor whether it has them; a subclass, put in
-place by class, answers for it here, as tensors change when a state is loaded. It gathers by itself after that: FSDP2
-looks at the signature of these methods at each gather of each parameter, which took a tenth of the host's time.
 """
 
 from __future__ import annotations
@@ -33,14 +28,14 @@ from fp8booster.comm.observer import observer
 from fp8booster.comm.transport import one_tensor
 from fp8booster.formats import FORMATS
 from fp8booster.kernels.scales import new_inverse_scales
-from fp8booster.kernels.shard_cast import unpack
 from fp8booster.nn.experts.fp8_experts import weight_holders, why_not_in
+from fp8booster.nn.fsdp.bookkeeping import FP8FSDPParam, StayingFSDPParam
 from fp8booster.nn.fsdp.flat_weights import NAME
+from fp8booster.nn.fsdp.slots import Slot, Slots
 from fp8booster.nn.fused.merged_layers import MergedLayers
 from fp8booster.nn.modules import change_class
 from fp8booster.nn.sharding import NOT_FP8, ScaleGroup, ShardedCast, WeightHolder, scale_groups, why_not_cast
 from fp8booster.nn.weights.resharded import ReshardedWeight
-from fp8booster.nn.weights.source import WeightSource
 from fp8booster.tensor import QuantizedMatrix
 
 _GATHER = "all_gather_into_tensor"
@@ -62,105 +57,14 @@ GATHERED = (
 """Why the layers are not converted or fused anew."""
 
 
+_SMALL = 2**20
+"""Values of the largest parameter that stays: norms, biases and routers, which take less than a percent of a layer."""
+
+
 def why_not_gathered() -> str | None:
     """Return why this PyTorch's FSDP2 cannot gather in FP8, or None where it can."""
     missing = [name for name in _OVERRIDDEN if not hasattr(FSDPParam, name)]
     return f"this PyTorch's FSDP2 has no {missing[0]}" if missing else None
-
-
-class FP8FSDPParam(FSDPParam):
-    """The bookkeeping of an FP8 layer's weight that is gathered in FP8."""
-
-    fp8_unit: FP8Unit
-    fp8_message: _Message
-
-    @classmethod
-    def convert_in_place(cls, param: FSDPParam, unit: FP8Unit) -> None:
-        """Turn the bookkeeping of a parameter into this class in place."""
-        converted = change_class(param, cls)
-        converted.fp8_unit, converted.fp8_message = unit, _Message(converted)
-        converted._init_extensions()
-
-    @property
-    def shard(self) -> Tensor:
-        """This rank's rows of the weight, [rows, K], in the dtype of the masters."""
-        local: Any = FSDPParam._sharded_local_tensor
-        return local.fget(self).detach()
-
-    @property
-    def _sharded_local_tensor(self) -> Any:
-        return self.fp8_message
-
-    @property
-    def all_gather_inputs(self) -> list[Tensor]:
-        """This rank's rows in FP8, with rows of zeros for FSDP2's padding, of one dimension."""
-        return [self.fp8_unit.message_of(self)]
-
-    def init_all_gather_outputs(self, *arguments: Any, **named: Any) -> None:
-        """Gather into rows of the matrix of all weights that are multiplied as one."""
-        if not self.all_gather_outputs:
-            self.all_gather_outputs = [self.fp8_unit.memory_of(self)]
-
-    def alloc_all_gather_outputs(self) -> None:
-        """Take memory for it again, with that of the others."""
-        if self.all_gather_outputs:
-            self.fp8_unit.allocate(self)
-
-    def init_unsharded_param(self) -> None:
-        """Hand the layers of the unit what was gathered; at first make the parameter.
-
-        Its memory is one value, seen through its shape.
-        """
-        if not hasattr(self, "_unsharded_param"):
-            self._extensions_data.all_gather_input_sizes = [self.padded_sharded_param_size]
-            super().init_unsharded_param()
-            self._drop_values()
-        self.fp8_unit.fill()
-
-    def free_unsharded_param(self) -> None:
-        self.fp8_unit.forget(self)
-        super().free_unsharded_param()
-        if hasattr(self, "_unsharded_param"):
-            self._drop_values()  # where somebody has read them
-
-    def restore_values(self) -> None:
-        """Give the parameter values in 16 bits, as long as it is gathered."""
-        quantized = self.fp8_unit.gathered_of(self)
-        if quantized is None:
-            return
-        if not any(self._unsharded_param.stride()):
-            values = torch.empty(self._orig_size, dtype=self._unsharded_param.dtype, device=self.device)
-            unpack([quantized.data], [quantized.inverse_scale], [None], [values.view(quantized.data.shape)])
-            self._unsharded_param.data = values
-
-    def _drop_values(self) -> None:
-        if any(self._unsharded_param.stride()):
-            # NaN, so that who reads it all the same does not compute on
-            nothing = torch.full((), torch.nan, dtype=self._unsharded_param.dtype, device=self.device)
-            self._unsharded_param.data = nothing.expand(self._orig_size)
-
-
-class _Message:
-    """Stands for the local tensor of a parameter where FSDP2 asks it whether it gathers what it likes.
-
-    Args:
-        param: the bookkeeping of the parameter.
-    """
-
-    def __init__(self, param: FP8FSDPParam) -> None:
-        self._param = param
-
-    def size(self) -> torch.Size:
-        """Return the shape of the rows."""
-        return self._param.shard.size()
-
-    def fsdp_pre_all_gather(self, *_: Any) -> None:
-        """Raise: `FP8FSDPParam.all_gather_inputs` answers for it."""
-        raise NotImplementedError("the bookkeeping of this parameter says what is gathered")
-
-    def fsdp_post_all_gather(self, gathered: Any, metadata: Any, dtype: torch.dtype) -> tuple[Tensor, tuple]:
-        """Return what the parameter is made of at first, which is freed then."""
-        return torch.empty(self._param._orig_size, dtype=dtype, device=self._param.device), ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,12 +86,18 @@ class FP8Unit:
         merged: layers of the unit that are multiplied as one, or one by one where their weights cannot be stacked.
         group: the ranks that hold the rows.
         state: of the unit: FSDP2's bookkeeping of its parameters.
+        slots: gather into memory that stays, which other units may have in between; None: into memory that is freed.
     """
 
     def __init__(
-        self, params: Sequence[FSDPParam], merged: Sequence[MergedLayers], group: dist.ProcessGroup, state: Any
+        self,
+        params: Sequence[FSDPParam],
+        merged: Sequence[MergedLayers],
+        group: dist.ProcessGroup,
+        state: Any,
+        slots: Slots | None = None,
     ) -> None:
-        self._group, self._ranks, self._state = group, group.size(), state
+        self._group, self._ranks, self._state, self._slots = group, group.size(), state, slots
         of_layer: dict[WeightHolder, Any] = {cast(WeightHolder, holder_of(param)): param for param in params}
 
         def why_apart(merged: MergedLayers) -> str | None:
@@ -214,6 +124,7 @@ class FP8Unit:
         self._messages: dict[FP8FSDPParam, Tensor] = {}
         self._inverse_scales: Tensor | None = None
         self._memory: dict[ScaleGroup, Tensor] = {}
+        self._slot: Slot | None = None
         self.uncounted = 0
         """Bytes of amaxes that ranks have told each other since the last gather."""
 
@@ -248,7 +159,7 @@ class FP8Unit:
         messages: dict[FP8FSDPParam, Tensor] = {}
         for place, shard in zip(self.places, shards, strict=True):
             size, count = place.param.padded_sharded_param_size.numel(), shard.numel()
-            message = torch.empty(size, dtype=_format(place), device=device)
+            message = torch.empty(size, dtype=_format(place.layer), device=device)
             if size > count:
                 message.view(torch.uint8).zero_()
             outs.append(message[:count] if size > count else message)
@@ -275,37 +186,63 @@ class FP8Unit:
 
     def memory_of(self, param: FP8FSDPParam) -> Tensor:
         """Return the memory that a parameter is gathered into, with its padding; FP8, of one dimension."""
-        place = self._place_of[param]
-        members = [each for each in self.places if each.group is place.group]
-        sizes = [each.param.padded_sharded_param_size.numel() * self._ranks for each in members]
-        if place.group not in self._memory:
-            self._memory[place.group] = torch.empty(sum(sizes), dtype=_format(place), device=param.device)
-        return self._memory[place.group].split(sizes)[members.index(place)]
+        group = self._place_of[param].group
+        if not self._memory:
+            kinds = {of: (sum(self._sizes(of)), _format(of.layers[0])) for of in self.groups}
+            if self._slots is None:
+                made = [torch.empty(size, dtype=dtype, device=param.device) for size, dtype in kinds.values()]
+            else:
+                whole_after_forward = self._state.post_forward_mesh_info is None
+                self._slot = self._slots.take(tuple(kinds.values()), param.device, alone=whole_after_forward)
+                made = self._slot.memory
+            self._memory = dict(zip(kinds, made, strict=True))
+        members = [place.param for place in self.places if place.group is group]
+        return self._memory[group].split(self._sizes(group))[members.index(param)]
+
+    def _sizes(self, group: ScaleGroup) -> list[int]:
+        members = [place.param for place in self.places if place.group is group]
+        return [param.padded_sharded_param_size.numel() * self._ranks for param in members]
 
     def allocate(self, param: FP8FSDPParam) -> None:
         """Give the memory that a parameter is gathered into its size again, for all weights that lie there."""
+        if self._slot is not None:
+            if self._slot.owner in (None, self):
+                self._slot.owner = self
+                return
+            self._leave_slot()
         whole = self._memory[self._place_of[param].group]
         storage = whole.untyped_storage()
         if storage.size() != whole.nbytes:
             storage.resize_(whole.nbytes)
 
+    def _leave_slot(self) -> None:
+        """Gather into memory of its own from now on: another unit is gathered where this one was."""
+        self._slots = self._slot = None
+        self._memory = {}
+        vars(self).pop("_to_fill", None)
+        for place in self.places:
+            place.param.all_gather_outputs = [self.memory_of(place.param)]
+
     def fill(self) -> None:
         """Hand the layers their FP8 weights, once for each gather."""
         if self._inverse_scales is None:
             return
-        if self._inverse_scales.is_cuda:  # made on the stream that gathers
-            self._inverse_scales.record_stream(torch.cuda.current_stream(self._inverse_scales.device))
-        scales = self._inverse_scales.unbind()
-        self._inverse_scales = None
+        made, self._inverse_scales = self._inverse_scales, None
+        if made.is_cuda:  # on the stream that gathers
+            made.record_stream(torch.cuda.current_stream(made.device))
+        if self._slot is not None:
+            made = self._slot.inverse_scales.copy_(made)
+        scales = made.unbind()
         for source, quantized, number in self._to_fill:
+            source.moves = self._slot is None
             source.fill((), quantized._replace(inverse_scale=scales[number]))
 
     @cached_property
-    def _to_fill(self) -> list[tuple[WeightSource, QuantizedMatrix, int]]:
+    def _to_fill(self) -> list[tuple[ReshardedWeight, QuantizedMatrix, int]]:
         """What each source of weights is filled with, but for its scale, and the number of that; all of it lies in the
         memory that is gathered into, whichever the gather.
         """
-        to_fill: list[tuple[WeightSource, QuantizedMatrix, int]] = []
+        to_fill: list[tuple[ReshardedWeight, QuantizedMatrix, int]] = []
         for place in self.places:
             *rows, columns = place.param._orig_size
             data = place.param.all_gather_outputs[0].view(-1, columns)[: math.prod(rows)]
@@ -315,7 +252,8 @@ class FP8Unit:
             to_fill.append((place.source, place.layer.in_product_layout(stored), place.number))
             if place.group.merged is not None and place.layer is place.group.layers[-1]:
                 whole = self._memory[place.group].view(-1, columns)
-                to_fill.append((place.group.merged.fp8_weight, stored._replace(data=whole), place.number))
+                source = cast(ReshardedWeight, place.group.merged.fp8_weight)
+                to_fill.append((source, stored._replace(data=whole), place.number))
         return to_fill
 
     def gathered_of(self, param: FP8FSDPParam) -> QuantizedMatrix | None:
@@ -325,12 +263,17 @@ class FP8Unit:
             return held
         return held._replace(data=held.transpose)
 
-    def forget(self, param: FP8FSDPParam) -> None:
-        """Take from the layer what was gathered, whose memory goes."""
+    def forget(self, param: FP8FSDPParam) -> bool:
+        """Take from the layer what was gathered, and tell whether its memory stays."""
         place = self._place_of[param]
         place.source.forget()
         if place.group.merged is not None:
             place.group.merged.fp8_weight.forget()
+        if self._slot is None:
+            return False
+        if self._slot.owner is self:
+            self._slot.owner = None
+        return True
 
 
 class _Amaxes(NamedTuple):
@@ -380,8 +323,8 @@ class _ForwardAmaxes:
             unit.expect(None)
 
 
-def _format(place: _Place) -> torch.dtype:
-    return place.layer.fp8_config.weight_format
+def _format(layer: WeightHolder) -> torch.dtype:
+    return layer.fp8_config.weight_format
 
 
 class UnitGather(AllGather):
@@ -420,7 +363,11 @@ class UnitGather(AllGather):
 
 
 def gather_in_fp8(
-    model: nn.Module, merged_in: Mapping[nn.Module, Sequence[MergedLayers]], kept: Mapping[int, str]
+    model: nn.Module,
+    merged_in: Mapping[nn.Module, Sequence[MergedLayers]],
+    kept: Mapping[int, str],
+    *,
+    stay: Collection[nn.Module] = (),
 ) -> None:
     """Let the units of a model gather the weights of its FP8 layers in FP8; before its first forward.
 
@@ -428,7 +375,9 @@ def gather_in_fp8(
         model: on which FSDP2's `fully_shard` was called, with FP8 layers that follow its resharding.
         merged_in: by unit, layers that are multiplied as one.
         kept: by their identities, layers whose weights are gathered in 16 bits, and why.
+        stay: units that are gathered into memory which stays, for CUDA graphs.
     """
+    slots = Slots()
     units: dict[dist.ProcessGroup, list[FP8Unit]] = {}
     for module in fsdp_units(model):
         chosen: list[FSDPParam] = []
@@ -458,7 +407,10 @@ def gather_in_fp8(
         if chosen:
             group = chosen[0].mesh_info.shard_process_group
             param_group = module._get_fsdp_state()._fsdp_param_group
-            unit = FP8Unit(chosen, merged_in.get(module, ()), group, param_group)
+            unit = FP8Unit(chosen, merged_in.get(module, ()), group, param_group, slots if module in stay else None)
+            for param in params if module in stay else ():
+                if param not in chosen and param._orig_size.numel() <= _SMALL:
+                    change_class(param, StayingFSDPParam)
             units.setdefault(group, []).append(unit)
         if params:
             module.set_custom_all_gather(UnitGather(unit, reasons))

@@ -69,8 +69,8 @@ class Held:
         for module in self.modules:
             if vars(module).get("use_zbv"):  # Python takes it from backward, and a replay runs none
                 return "a pipeline without bubbles computes gradients of weights later"
-            if isinstance(module, FP8Layer) and module.fp8_weight.is_transient:  # FSDP2 shards after `fuse`
-                return "its weights are whole only while it runs"
+            if isinstance(module, FP8Layer) and module.fp8_weight.moves:
+                return "its weights are gathered elsewhere each time"
             if isinstance(module, FP8Layer) and not module.fp8_config.scaling.is_captured:
                 return f"{module.fp8_config.scaling.name} scales, of which a graph cannot tell when a step begins"
             if module is not layer and is_looked_at(module):  # the layer's own hooks run around its forward

@@ -211,8 +211,9 @@ class GraphPair:
             )
         if ticket.versions != self._versions():
             raise RuntimeError(
-                "a weight needed for gradient computation has been modified by an inplace operation: an optimizer "
-                "stepped between this forward and its backward; run backward before the step"
+                "a weight needed for gradient computation has been modified by an inplace operation, or lies elsewhere "
+                "now: an optimizer stepped between this forward and its backward, or a layer of FSDP2 was gathered by "
+                "hand and is still whole; run backward before the step, and call reshard() on such a layer"
             )
         if Steps.count == self._steps:  # as a cast counts it, whose Python no replay runs
             Steps.backwards += 1

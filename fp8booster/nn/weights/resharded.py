@@ -13,6 +13,7 @@ import torch
 
 from fp8booster.kernels.transpose import transposed
 from fp8booster.nn.weights.casting import Casts
+from fp8booster.nn.weights.pinned import Pinned, Record, Use, collected
 from fp8booster.nn.weights.source import BackwardWeight, WeightSource
 from fp8booster.nn.weights.stacking import as_matrix
 from fp8booster.tensor import QuantizedMatrix
@@ -30,6 +31,7 @@ class ReshardedWeight(WeightSource):
 
     is_transient = True
     may_be_filled = True
+    moves = True
 
     held: QuantizedMatrix | None = None
     """The weights as they were gathered in FP8, until they are shards again."""
@@ -47,6 +49,8 @@ class ReshardedWeight(WeightSource):
 
     def forward(self, weights: Sequence[torch.Tensor], casts: Casts, *, transpose: bool) -> QuantizedMatrix:
         """Return what was gathered, or a cast made now, without its transpose."""
+        if collected.uses is not None:
+            collected.uses.append(Use(self, tuple(weights), casts, transpose))
         if self.held is not None:
             # of a layer that stores [K, N] the engine gathers the layout that lies so, the transpose here
             if self.held.data.numel():
@@ -68,6 +72,10 @@ class ReshardedWeight(WeightSource):
 
         return backward_weight
 
+    def pin(self, weights: Sequence[torch.Tensor], casts: Casts, *, transpose: bool, record: Record) -> Pinned | None:
+        """As `WeightSource.pin`; None unless the engine gathers into the same memory each time."""
+        return None if self.moves or self.held is None else _PinnedGather(self)
+
     def fill(
         self, weights: Sequence[torch.Tensor], quantized: QuantizedMatrix, ready: torch.cuda.Event | None = None
     ) -> None:
@@ -81,3 +89,20 @@ class ReshardedWeight(WeightSource):
     def forget(self) -> None:
         """Free what was gathered."""
         self.held = None
+
+
+class _PinnedGather:
+    """A weight that an engine gathers, as long as it gathers into the same memory."""
+
+    def __init__(self, source: ReshardedWeight) -> None:
+        self._source = source
+        self._memory = self.version()
+
+    def refresh(self) -> bool:
+        """As `Pinned.refresh`."""
+        return not self._source.moves and self.version() == self._memory
+
+    def version(self) -> tuple[int, ...]:
+        """As `Pinned.version`: where the weight lies, which backward gathers again."""
+        held = self._source.held
+        return () if held is None else (held.data.data_ptr(), held.transpose.data_ptr(), held.inverse_scale.data_ptr())

@@ -36,6 +36,9 @@ class WeightSource:
     is_transient: ClassVar[bool] = False
     """The weights are whole only while their layers run."""
 
+    moves: bool = False
+    """What is given may lie elsewhere at each call, where no CUDA graph finds it."""
+
     always: bool = False
     """The layers compute in FP8 for any number of tokens: an engine keeps no 16-bit values to compute from, or all of
     its ranks must do alike."""

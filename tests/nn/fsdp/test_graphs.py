@@ -1,0 +1,172 @@
+"""Decoder layers that FSDP2 shards, replayed as CUDA graphs, on two gloo ranks and on two GPUs."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fp8booster import FP8Config, fully_shard
+from fp8booster.nn.fsdp.bookkeeping import FP8FSDPParam
+from fp8booster.nn.fsdp.units import fsdp_units, params_of
+from fp8booster.nn.graphs import captured_layers, free_graphs, recorder
+from fp8booster.nn.graphs.layer import WARM_UP
+from tests.distributed import run_ranks
+from tests.nn.fused.models import batch, build
+from tests.nn.graphs.rerun import Rerun
+
+LAYERS = 3
+STEPS = WARM_UP + 2
+OWN = "its FP8 weights have no memory of their own"
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "biases": {"family": "qwen2"},
+    "whole after forward": {"reshard_after_forward": False},
+}
+
+
+def sharded(device: torch.device, graphs: bool, family: str = "llama", **how: Any) -> nn.Module:
+    model = build(family, num_hidden_layers=LAYERS, use_cache=False).to(device)
+    return fully_shard(model, FP8Config(always=True, cuda_graphs=graphs), **how)
+
+
+def places(model: nn.Module) -> int:
+    """Count the places that the weights of one kind of layer are gathered into."""
+    params = [param for unit in fsdp_units(model) for param in params_of(unit) if isinstance(param, FP8FSDPParam)]
+    down = [param for param in params if param._param_fqn.endswith("down_proj.weight")]
+    return len({param.all_gather_outputs[0].untyped_storage().data_ptr() for param in down})
+
+
+def trained(model: nn.Module, device: torch.device, micro_batches: int = 1, held: nn.Module | None = None) -> list[Any]:
+    """Train, and evaluate after each step.
+
+    Args:
+        model, device: its layers are sharded.
+        micro_batches: of a step.
+        held: gathered by hand before each backward, and held.
+
+    Returns:
+        Losses, norms of gradients and logits.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+    ids = batch()[dist.get_rank() % 2][None].to(device)
+    found: list[Any] = []
+    for _ in range(STEPS):
+        for micro in range(micro_batches):
+            model.set_requires_gradient_sync(micro == micro_batches - 1)
+            loss = model(input_ids=ids.roll(micro), labels=ids.roll(micro)).loss
+            if held is not None:
+                held.unshard()
+            loss.backward()
+            found.append(loss.item())
+        found += [each.grad.to_local().float().norm().item() for each in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            found.append(model(input_ids=ids).logits.norm().item())
+    return found
+
+
+def by_hand(device: torch.device) -> dict[str, Any]:
+    """Gather all layers at once between two runs, and then one during the backward of another."""
+    models = [sharded(device, graphs) for graphs in (False, True)]
+    for model in models:
+        trained(model, device)
+        for act in ("unshard", "reshard"):
+            for layer in model.model.layers:
+                getattr(layer, act)()
+    found: dict[str, Any] = {
+        "trained": [trained(model, device) for model in models],
+        "captured": dict(captured_layers(models[1])),
+        "places": places(models[1]),
+    }
+    model = sharded(device, True)
+    trained(model, device)
+    try:
+        trained(model, device, held=model.model.layers[0])
+    except RuntimeError as error:
+        found["held"] = str(error)
+    return found
+
+
+def everything(kind: str) -> dict[str, Any]:
+    device = torch.device(kind, dist.get_rank() if kind == "cuda" else None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recorder, "ROOM", -(2**50))
+        if kind == "cpu":
+            patch.setattr(recorder, "recorder_for", lambda _: Rerun())
+        found: dict[str, Any] = {}
+        for name, how in CASES.items():
+            models = [sharded(device, graphs, **how) for graphs in (False, True)]
+            found[name] = {
+                "trained": [trained(model, device) for model in models],
+                "captured": dict(captured_layers(models[1])),
+                "places": places(models[1]),
+            }
+        found["micro-batches"] = {
+            "trained": [trained(model, device, micro_batches=2) for model in models],
+            "captured": dict(captured_layers(models[1])),
+        }
+        found["by hand"] = by_hand(device)
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    """What each of two ranks found."""
+    return run_ranks(everything, 2, "cpu")
+
+
+def check_bits(found: dict[str, Any]) -> None:
+    eager, replayed = found["trained"]
+    assert eager == replayed
+    assert found["captured"] == {None: LAYERS}
+
+
+def check_by_hand(found: dict[str, Any]) -> None:
+    eager, replayed = found["trained"]
+    assert eager == replayed
+    assert found["places"] == LAYERS
+    assert found["captured"] == {None: LAYERS - 1, OWN: 1}  # the third, which found the first in its place
+    assert "call reshard() on such a layer" in found["held"]
+
+
+@pytest.mark.parametrize("case", [*CASES, "micro-batches"])
+def test_replayed_layers_compute_the_bits_of_eager_ones(ranks: list[dict[str, Any]], case: str) -> None:
+    for rank in ranks:
+        check_bits(rank[case])
+
+
+def test_layers_are_gathered_into_two_places_by_turns(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["plain"]["places"] == 2
+        assert rank["whole after forward"]["places"] == LAYERS
+
+
+def test_what_is_gathered_by_hand_leaves_its_place_and_is_never_taken_for_another(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        check_by_hand(rank["by hand"])
+
+
+def over_nccl() -> dict[str, Any]:
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    found = everything("cuda")
+    free_graphs()  # NCCL gives up no communicator that a graph uses
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.gpu
+def test_on_two_gpus_replays_read_what_is_gathered() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    for rank in run_ranks(over_nccl, 2, initialize=False, timeout=240):
+        for case in (*CASES, "micro-batches"):
+            check_bits(rank[case])
+        assert rank["plain"]["places"] == 2
+        check_by_hand(rank["by hand"])
