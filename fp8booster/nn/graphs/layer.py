@@ -294,8 +294,8 @@ class LayerGraphs:
         recompute: bool,
     ) -> GraphPair:
         device, waiting = given[0].device, sum(not pair.is_free for pair in kind.pairs)
-        # of checkpointed layers there is no room to spare
-        copies = kind.copies_gradients or recompute
+        # of checkpointed layers there is no room to spare, and of sharded ones each rank would keep all gradients
+        copies = kind.copies_gradients or recompute or any(use.source.is_transient for use in kind.uses)
         for _ in range(2):
             apart = kind.orders >= MOST_ORDERS
             memory = record.new_memory() if apart else self.shared.memory_of(record, device, waiting)

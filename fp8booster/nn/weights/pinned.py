@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import ClassVar, Protocol, TypeVar
 
 import torch
 
@@ -44,6 +44,8 @@ class Pinned(Protocol):
 
 
 class _Source(Protocol):
+    is_transient: ClassVar[bool]
+
     def pin(
         self, weights: Sequence[torch.Tensor], casts: Casts, *, transpose: bool, record: Record
     ) -> Pinned | None: ...

@@ -13,8 +13,9 @@ from torch import nn
 from fp8booster import FP8Config, fully_shard
 from fp8booster.nn.fsdp.bookkeeping import FP8FSDPParam
 from fp8booster.nn.fsdp.units import fsdp_units, params_of
-from fp8booster.nn.graphs import captured_layers, free_graphs, recorder
+from fp8booster.nn.graphs import captured_layers, free_graphs, layer, recorder
 from fp8booster.nn.graphs.layer import WARM_UP
+from fp8booster.nn.graphs.pair import GraphPair
 from tests.distributed import run_ranks
 from tests.nn.fused.models import batch, build
 from tests.nn.graphs.rerun import Rerun
@@ -77,8 +78,8 @@ def by_hand(device: torch.device) -> dict[str, Any]:
     for model in models:
         trained(model, device)
         for act in ("unshard", "reshard"):
-            for layer in model.model.layers:
-                getattr(layer, act)()
+            for unit in model.model.layers:
+                getattr(unit, act)()
     found: dict[str, Any] = {
         "trained": [trained(model, device) for model in models],
         "captured": dict(captured_layers(models[1])),
@@ -97,6 +98,13 @@ def everything(kind: str) -> dict[str, Any]:
     device = torch.device(kind, dist.get_rank() if kind == "cuda" else None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recorder, "ROOM", -(2**50))
+        copied: list[bool] = []
+
+        def pair(*arguments: Any, copies_gradients: bool, **named: Any) -> GraphPair:
+            copied.append(copies_gradients)
+            return GraphPair(*arguments, copies_gradients=copies_gradients, **named)
+
+        patch.setattr(layer, "GraphPair", pair)
         if kind == "cpu":
             patch.setattr(recorder, "recorder_for", lambda _: Rerun())
         found: dict[str, Any] = {}
@@ -112,6 +120,7 @@ def everything(kind: str) -> dict[str, Any]:
             "captured": dict(captured_layers(models[1])),
         }
         found["by hand"] = by_hand(device)
+        found["copied"] = copied
     return found
 
 
@@ -145,6 +154,12 @@ def test_layers_are_gathered_into_two_places_by_turns(ranks: list[dict[str, Any]
     for rank in ranks:
         assert rank["plain"]["places"] == 2
         assert rank["whole after forward"]["places"] == LAYERS
+
+
+def test_no_rank_keeps_places_for_the_gradients_of_whole_layers(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert len(rank["copied"]) > LAYERS
+        assert all(rank["copied"])
 
 
 def test_what_is_gathered_by_hand_leaves_its_place_and_is_never_taken_for_another(ranks: list[dict[str, Any]]) -> None:
