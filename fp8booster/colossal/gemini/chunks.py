@@ -9,7 +9,7 @@ Methods whose names begin with `_Chunk__` take the place of Chunk's private ones
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
@@ -26,7 +26,6 @@ from fp8booster.nn.modules import change_class
 from fp8booster.nn.sharding import ScaleGroup
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.resharded import ReshardedWeight
-from fp8booster.nn.weights.source import BackwardWeight
 from fp8booster.tensor import QuantizedMatrix
 
 NAME = "chunk gather"
@@ -337,11 +336,11 @@ class ChunkWeight(ReshardedWeight):
             )
         return super().forward(weights, casts, transpose=transpose)
 
-    def backward(self, weights: Sequence[torch.Tensor], casts: Casts) -> BackwardWeight:
-        """Return a getter of the transpose as it is gathered then, which must be of the weights that forward read."""
-        changes, gathered = self._chunk.changes, super().backward(weights, casts)
+    def held_in_backward(self) -> Callable[[], QuantizedMatrix | None]:
+        """As `ReshardedWeight.held_in_backward`; the getter raises RuntimeError where weights have changed since."""
+        changes = self._chunk.changes
 
-        def backward_weight() -> tuple[torch.Tensor, torch.Tensor]:
+        def held() -> QuantizedMatrix | None:
             # torch's own check misses it: autograd saved no tensor of these bytes
             if self._chunk.changes != changes:
                 raise RuntimeError(
@@ -349,9 +348,9 @@ class ChunkWeight(ReshardedWeight):
                     "between this forward and its backward; run backward before the optimizer steps or a checkpoint "
                     "is loaded"
                 )
-            return gathered()
+            return self.held
 
-        return backward_weight
+        return held
 
     def keep_values(self) -> None:
         """Raise RuntimeError: what computes reads the weights past Gemini's hooks, which would decode them."""

@@ -20,7 +20,9 @@ from torch import nn
 
 from fp8booster.colossal.gemini.chunks import ChunkWeight, FP8Chunk
 from fp8booster.nn import FP8Layer, FP8Linear
+from fp8booster.nn.experts.alike import Look
 from fp8booster.nn.experts.fp8_experts import FP8Experts
+from fp8booster.nn.experts.grouped import GroupedExperts, grouped_experts
 from fp8booster.nn.fused.causal_lm_loss import HeldHead, fused_head
 from fp8booster.nn.fused.merged_layers import MergedLayers, merged_layers
 from fp8booster.nn.fused.norm import FusedNorm
@@ -113,6 +115,20 @@ class GatheredMergedLayers(MergedLayers):
         return while_gathered(self.layers, lambda: product(input, self.weights))
 
 
+class GatheredGroupedExperts(GroupedExperts):
+    """Experts whose parameters are gathered together for the grouped products and their backward."""
+
+    gathers = True
+
+    def mix(self, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
+        """As `GroupedExperts.mix`."""
+        with torch._C.DisableTorchFunction():  # to look at a parameter is to read it, for Gemini
+            return super().mix(tokens, chosen, weights)
+
+    def _gathered(self, look: Look, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return while_gathered([*look.up.layers, *look.down.layers], compute)
+
+
 def gather_for_layers(model: nn.Module) -> None:
     """Make a model's FP8 layers, and what is fused, read their parameters as Gemini gathers them.
 
@@ -137,6 +153,8 @@ def gather_for_layers(model: nn.Module) -> None:
             if module._parameters.get("weight") is not None and not isinstance(module.fp8_weight, ChunkWeight):
                 module.fp8_weight = ReshardedWeight(module.weight_is_transposed)
             module.fp8_weight.always = True
+    for grouped in grouped_experts(model):
+        change_class(grouped, GatheredGroupedExperts)
     for merged in merged_layers(model):
         change_class(merged, GatheredMergedLayers)
         trained = [not is_ddp_ignored(weight) for weight in merged.weights]

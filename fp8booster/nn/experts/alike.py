@@ -19,6 +19,7 @@ from fp8booster.nn.experts.gated import gate_up_down, why_not_gated
 from fp8booster.nn.linear.layer import FP8Layer, FP8Linear
 from fp8booster.nn.modules import HOOKS, must_be_called
 from fp8booster.nn.weights.engine import all_filled
+from fp8booster.nn.weights.resharded import ReshardedWeight
 from fp8booster.nn.weights.source import WeightSource
 
 
@@ -77,6 +78,11 @@ class Stack(NamedTuple):
     layers: list[FP8Layer]
     weights: list[torch.Tensor]
 
+    @classmethod
+    def of(cls, layers: list[FP8Layer]) -> Stack:
+        """Return layers with the weights that they hold now."""
+        return cls(layers, list(map(_weight, layers)))
+
 
 class Look(NamedTuple):
     """What was seen of experts."""
@@ -112,6 +118,9 @@ class Look(NamedTuple):
             return False
         layers, weights = self.up.layers + self.down.layers, self.up.weights + self.down.weights
         sources = list(map(_source, layers))
+        if self.is_transient:
+            held = {source.held is not None if isinstance(source, ReshardedWeight) else None for source in sources}
+            return held.pop() if len(held) == 1 else None
         if all_filled(sources, weights) is not None:
             return True
         each = {source.is_provided([weight]) for source, weight in zip(sources, weights, strict=True)}
@@ -152,7 +161,7 @@ def _look_at(experts: Sequence[nn.Module], seen: Seen) -> Look:
     reason = _why_not_alike(experts)
     by_expert = [gate_up_down(expert) for expert in experts] if reason is None else []
     layers = [layer for gate, up, _ in by_expert for layer in (gate, up)], [down for _, _, down in by_expert]
-    up, down = (Stack(each, list(map(_weight, each))) for each in layers)
+    up, down = map(Stack.of, layers)
     sources = [layer.fp8_weight for layer in up.layers + down.layers]
     may_be_provided = any(type(source).is_provided is not WeightSource.is_provided for source in sources)
     is_transient = any(source.is_transient for source in sources)
@@ -175,7 +184,7 @@ def _why_not_alike(experts: Sequence[nn.Module]) -> str | None:
 
 def _why_not_like(layer: nn.Module, same: FP8Layer) -> str | None:
     """Return why a layer cannot be computed together with the same one of the first expert, or None where it can."""
-    if type(layer) is not FP8Linear:
+    if not isinstance(layer, FP8Layer) or layer.fp8_merges_by() is not FP8Linear:
         return f"{type(layer).__name__} has no grouped form"
     if layer.fp8_config is not same.fp8_config and layer.fp8_config != same.fp8_config:
         return "the layers' FP8Configs differ"

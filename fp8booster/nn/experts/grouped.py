@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -26,7 +26,15 @@ from fp8booster.nn.experts.fp8_rows import FP8Rows, shown_as
 from fp8booster.nn.experts.gated import gate_up_down
 from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.experts.row_layout import RowLayout
-from fp8booster.nn.experts.stack import StackCopy, StackedLayers, pays, run_stacks, why_not_bf16, why_not_stacked
+from fp8booster.nn.experts.stack import (
+    StackCopy,
+    StackedLayers,
+    pays,
+    run_stacks,
+    weights_of_call,
+    why_not_bf16,
+    why_not_stacked,
+)
 from fp8booster.nn.fused.pointwise import Saving, activate
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import held_by_modules
@@ -73,6 +81,9 @@ class GroupedExperts:
         always: also for numbers of tokens for which one by one is faster.
     """
 
+    gathers: ClassVar[bool] = False
+    """`_gathered` makes weights whole that are so only while their layers run."""
+
     def __init__(self, experts: Sequence[nn.Module], always: bool = False) -> None:
         self.experts, self._always = tuple(experts), always
         self._reasons: dict[bool, dict[str, None]] = {True: {}, False: {}}  # in training, and in evaluation
@@ -86,7 +97,7 @@ class GroupedExperts:
 
     def of_others(self, experts: Sequence[nn.Module]) -> GroupedExperts:
         """Return other experts in place of these, whose casts are observed by who observes these'."""
-        others = GroupedExperts(experts, self._always)
+        others = type(self)(experts, self._always)
         for name in others.fp8_casts.keys() & self.fp8_casts.keys():
             casts, before = others.fp8_casts[name], self.fp8_casts[name]
             casts.observers, casts.weight_observers = before.observers, before.weight_observers
@@ -169,7 +180,7 @@ class GroupedExperts:
         reason = self._why_never(look)
         if len(set(map(_TRAINING, self.experts))) > 1:
             reason = "some of the experts are in evaluation"
-        if reason is None and look.is_transient:
+        if reason is None and look.is_transient and not self.gathers:
             reason = "the weights are whole only while a layer runs"
         provided = look.is_provided() if reason is None else False
         if provided is None:
@@ -192,6 +203,22 @@ class GroupedExperts:
         weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
         look, provided, _ = looked
+        compute = partial(self._products, look, provided, tokens, layout, weight_gradient_factors, weights)
+        return self._gathered(look, compute)
+
+    def _gathered(self, look: Look, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return what `compute` makes of the layers' weights, where these have their values."""
+        return compute()
+
+    def _products(
+        self,
+        look: Look,
+        provided: bool,
+        tokens: torch.Tensor | FP8Rows,
+        layout: RowLayout,
+        weight_gradient_factors: Sequence[float] | torch.Tensor | None,
+        weights: torch.Tensor | None,
+    ) -> torch.Tensor:
         config = look.down.layers[0].fp8_config
         device = shown_as(tokens).device
         require_fp8(device, config.emulate)
@@ -203,7 +230,10 @@ class GroupedExperts:
         count, saving = len(self.experts), Saving(in_8_bits=config.saves_in_8_bits)
 
         def stacked(stack: Stack, casts: Casts, copy: StackCopy) -> StackedLayers:
-            return StackedLayers(stack, casts, partial(copy.get, stack, count, casts, provided), factors)
+            if look.is_transient:
+                now = Stack.of(stack.layers)  # what is gathered for this call takes the parameters' place
+                return StackedLayers(now, casts, partial(weights_of_call, now, count, casts, provided), factors)
+            return StackedLayers(stack, casts, lambda: (copy.get(stack, count, casts, provided), None), factors)
 
         of_rows = None if weights is None else RowWeights(weights.contiguous(), layout.choices)
         return run_stacks(
@@ -234,7 +264,8 @@ class GroupedExperts:
                 return "a graph that is captured"
         elif not reusable(tokens, weight):
             return "inference mode or a graph that is captured"
-        return None if self._always else self._why_slower(look, rows)
+        # such weights are gathered, and their gradients reduced, in one order on all ranks, whatever the rows of each
+        return None if self._always or look.is_transient else self._why_slower(look, rows)
 
     def _why_slower(self, look: Look, rows: float) -> str | None:
         """Return why grouped products of so many rows in all would take longer, or None where they would not."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter, is_
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
@@ -27,7 +27,8 @@ from fp8booster.nn.linear.speed_model import computes_in_fp8
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.engine import all_filled
 from fp8booster.nn.weights.freshness import FreshCopy
-from fp8booster.nn.weights.source import WeightSource
+from fp8booster.nn.weights.resharded import ReshardedWeight
+from fp8booster.nn.weights.source import BackwardWeight, WeightSource
 from fp8booster.nn.weights.stacking import are_stacked, stack_rows, stacked_columns, stacked_view
 from fp8booster.tensor import QuantizedMatrix
 
@@ -175,7 +176,7 @@ class StackCopy:
         self._copy.forget()  # first, so that the allocator can give the same memory again
         if parts is None:
             return self._copy.put(weights, key, cast_experts(weights, casts))
-        made, are_views = _joined(parts, experts, casts)
+        made, are_views = _joined(parts, experts, transposed_too=casts.config.keeps_transposes)
         if not are_views:
             return self._copy.put(weights, key, made)
         self._views = parts, made
@@ -195,7 +196,34 @@ def _provided(stack: Stack, casts: Casts) -> list[QuantizedMatrix]:
 _SOURCE = attrgetter("fp8_weight")
 
 
-def _joined(parts: Sequence[QuantizedMatrix], experts: int, casts: Casts) -> tuple[GroupedWeight, bool]:
+def weights_of_call(stack: Stack, experts: int, casts: Casts, provided: bool) -> tuple[GroupedWeight, BackwardWeight]:
+    """Return the FP8 weights of layers that are whole only while they run, and what gives backward the transpose.
+
+    That is made of the weights that are whole then: nothing of them is kept in between.
+
+    Args:
+        stack, experts, casts, provided: as in `StackCopy.get`.
+    """
+    if not provided:
+        # their memory is freed and filled again, and the tensors still say where they lie
+        values = [weight.detach() for weight in stack.weights]
+
+        def cast_again() -> tuple[torch.Tensor, torch.Tensor]:
+            w = casts.quantize_stack(values, plain=False, transposed=True)
+            return w.transpose, w.inverse_scale
+
+        return under_one_scale(casts.quantize_stack(values, transposed=False)), cast_again
+    made, _ = _joined(_provided(stack, casts), experts, transposed_too=False)
+    later = [cast(ReshardedWeight, source).held_in_backward() for source in map(_SOURCE, stack.layers)]
+
+    def transpose() -> tuple[torch.Tensor, torch.Tensor]:
+        held = (cast(QuantizedMatrix, get()) for get in later)
+        return transposed(_stacked([matrix.data for matrix in held])), made.inverse_scales
+
+    return made, transpose
+
+
+def _joined(parts: Sequence[QuantizedMatrix], experts: int, *, transposed_too: bool) -> tuple[GroupedWeight, bool]:
     """Stack FP8 matrices by rows, as many of each expert; tell whether all of it is views of their memory."""
     data, transposes, scales, _ = map(list, zip(*parts, strict=True))
     in_each = len(parts) // experts
@@ -205,16 +233,21 @@ def _joined(parts: Sequence[QuantizedMatrix], experts: int, casts: Casts) -> tup
         scales = scales[::in_each]
     rows = [scale.view(1, 1) for scale in scales]
     are_views = are_stacked(data) and are_stacked(rows)
-    if are_stacked(data):
-        stacked = stacked_view(data)
-    else:  # through uint8: torch copies few FP8 tensors on CPU
-        stacked = torch.cat([part.view(torch.uint8) for part in data]).view(data[0].dtype)
+    stacked = _stacked(data)
     transpose = stacked.new_empty(0)
-    if casts.config.keeps_transposes:
+    if transposed_too:
         columns = stacked_columns(transposes)
         are_views &= columns is not None
         transpose = transposed(stacked) if columns is None else columns
     return GroupedWeight(stacked, transpose, stack_rows(rows).view(experts, -1)), are_views
+
+
+def _stacked(data: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return FP8 matrices as rows of one: a view where they lie so, else a copy."""
+    if are_stacked(data):
+        return stacked_view(data)
+    # through uint8: torch copies few FP8 tensors on CPU
+    return torch.cat([part.view(torch.uint8) for part in data]).view(data[0].dtype)
 
 
 class StackedLayers:
@@ -223,12 +256,16 @@ class StackedLayers:
     Args:
         stack: by expert, as many layers of each.
         casts: of the layers as one.
-        quantized: their FP8 weights.
+        quantized: gives their FP8 weights, and what gives backward the transpose; None: these hold it.
         factors: multiply the gradients of the weights, and not those of x: a number or float32 [G].
     """
 
     def __init__(
-        self, stack: Stack, casts: Casts, quantized: Callable[[], GroupedWeight], factors: torch.Tensor | float
+        self,
+        stack: Stack,
+        casts: Casts,
+        quantized: Callable[[], tuple[GroupedWeight, BackwardWeight | None]],
+        factors: torch.Tensor | float,
     ) -> None:
         self._stack, self._casts, self._quantized, self._factors = stack, casts, quantized, factors
 
@@ -241,8 +278,9 @@ class StackedLayers:
         sums: RowLayout | None = None,
     ) -> torch.Tensor:
         """As `WeightStack.product`."""
-        how = Products(groups, self._casts, self._factors, reads=reads, sums=sums)
-        return grouped_linear(x, self._stack.weights, self._quantized(), how)
+        w, backward_weight = self._quantized()
+        how = Products(groups, self._casts, self._factors, backward_weight, reads=reads, sums=sums)
+        return grouped_linear(x, self._stack.weights, w, how)
 
 
 class StackedParameter:

@@ -131,13 +131,15 @@ class Casts:
         """Cast a weight, [N, K]."""
         return self.quantize(WEIGHT, weight, plain=plain, transposed=transposed)
 
-    def quantize_stack(self, weights: Sequence[torch.Tensor], *, transposed: bool) -> QuantizedMatrix:
+    def quantize_stack(
+        self, weights: Sequence[torch.Tensor], *, plain: bool = True, transposed: bool
+    ) -> QuantizedMatrix:
         """Cast weights of as many columns as one matrix, [sum of N, K], without that matrix where nobody reads it."""
         made = None
         if not self.observers and self.state is None and not are_stacked(weights):
             dtype = self.config.format_of[WEIGHT]
-            made = self.scaling.cast_stack(WEIGHT, weights, dtype, plain=True, transposed=transposed)
-        return self.quantize_weight(stack_rows(weights), transposed=transposed) if made is None else made
+            made = self.scaling.cast_stack(WEIGHT, weights, dtype, plain=plain, transposed=transposed)
+        return self.quantize_weight(stack_rows(weights), plain=plain, transposed=transposed) if made is None else made
 
     def note_weight(self, values: torch.Tensor, data: torch.Tensor, inverse_scale: torch.Tensor) -> None:
         """Show a part of the weight that an engine has cast by itself.

@@ -61,10 +61,10 @@ class ReshardedWeight(WeightSource):
     def backward(self, weights: Sequence[torch.Tensor], casts: Casts) -> BackwardWeight:
         """Return a getter of the transpose of the weights as they are when backward asks."""
         # their memory is freed and filled again, and the tensors still say where they lie
-        weights = [weight.detach() for weight in weights]
+        weights, held = [weight.detach() for weight in weights], self.held_in_backward()
 
         def backward_weight() -> tuple[torch.Tensor, torch.Tensor]:
-            w = self.held
+            w = held()
             if w is None:
                 matrix = as_matrix(weights, self.is_transposed)
                 w = casts.quantize_weight(matrix, plain=False, transposed=True)
@@ -75,6 +75,10 @@ class ReshardedWeight(WeightSource):
     def pin(self, weights: Sequence[torch.Tensor], casts: Casts, *, transpose: bool, record: Record) -> Pinned | None:
         """As `WeightSource.pin`; None unless the engine gathers into the same memory each time."""
         return None if self.moves or self.held is None else _PinnedGather(self)
+
+    def held_in_backward(self) -> Callable[[], QuantizedMatrix | None]:
+        """Return a getter of `held` as it is when backward asks, of the weights that forward read."""
+        return lambda: self.held
 
     def fill(
         self, weights: Sequence[torch.Tensor], quantized: QuantizedMatrix, ready: torch.cuda.Event | None = None
