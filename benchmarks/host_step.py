@@ -3,17 +3,21 @@
     python -m benchmarks.host_step --out results --json results/host-step.json
     python -m benchmarks.host_step --model micro-moe --layers 2 --engine gemini
     python -m benchmarks.host_step --engine fsdp2 --layers 16
+    python -m benchmarks.host_step --engine ep2 --model micro-mixtral --layers 12
 
-One rank, or with `--engine fsdp2` one of two, and a model of many small layers, or of many small experts. Tensors of
-the CPU take the way of a GPU's, launches do nothing, and replays of CUDA graphs do nothing either
-(`harness.calls.idle_gpu`). So what is timed is what the host does for a GPU, and what PyTorch computes on the CPU where
-no kernel of fp8booster's does.
+One rank, or with `--engine fsdp2` and `ep2` one of two, and a model of many small layers, or of many small experts,
+which `ep2` spreads over the ranks (`harness.calls.idle_ranks`). Tensors of the CPU take the way of a GPU's, launches do
+nothing, and replays of CUDA graphs do nothing either (`harness.calls.idle_gpu`). So what is timed is what the host does
+for a GPU, and what PyTorch computes on the CPU where no kernel of fp8booster's does.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import pairwise
+from operator import attrgetter, sub
 from typing import Annotated, Any, Literal
 from unittest.mock import patch
 
@@ -22,7 +26,17 @@ import torch.distributed as dist
 import typer
 
 from benchmarks.harness import command, environment
-from benchmarks.harness.calls import idle_gpu, python_calls
+from benchmarks.harness.calls import (
+    EXCHANGED,
+    MULTIPLIED,
+    WAITED,
+    Moment,
+    idle_gpu,
+    idle_ranks,
+    launches,
+    moments,
+    python_calls,
+)
 from benchmarks.harness.results import Column, Record, Result, Table, spread
 from benchmarks.harness.statistics import Samples
 from benchmarks.training.job import Job
@@ -174,7 +188,7 @@ def _batch(job: Job, replica: Replica) -> dict[str, torch.Tensor]:
     return causal(batches(job, replica, torch.device("cpu"))(0))
 
 
-PLAIN, FSDP2 = "plain", "fsdp2"
+PLAIN, FSDP2, SPREAD = "plain", "fsdp2", "ep2"
 
 _ENGINES: dict[str, dict[str, Any]] = {
     PLAIN: {},
@@ -182,8 +196,12 @@ _ENGINES: dict[str, dict[str, Any]] = {
     "zero1": {"plugin": "low_level_zero", "zero": 1},
     "zero2": {"plugin": "low_level_zero", "zero": 2},
     "gemini": {"plugin": "gemini"},
+    SPREAD: {"plugin": "moe", "ep": 2},
 }
 """What `--engine` takes, and the fields of its job."""
+
+ROWS = 4 * 128 * 2
+"""Tokens with two experts each, where these are spread: so many that numbers of rows do not come twice."""
 
 
 def _new_step(engine: str, job: Job, buckets: int) -> _Plain | _Sharded | _Boosted:
@@ -199,8 +217,8 @@ def measure(engine: str, model: str, layers: int, buckets: int, graphs: bool, st
     job = Job(
         model=model,
         layers=layers,
-        sequence=32,
-        micro_batch=1,
+        sequence=128 if engine == SPREAD else 32,
+        micro_batch=4 if engine == SPREAD else 1,
         device="cpu",
         fp8_options=("always=true", f"cuda_graphs={str(graphs).lower()}"),
         **_ENGINES[engine],
@@ -212,38 +230,67 @@ def measure(engine: str, model: str, layers: int, buckets: int, graphs: bool, st
             for _ in range(WARM_UP):
                 for phase in phases.values():
                     phase()
-            ms: dict[str, list[float]] = {name: [] for name in PHASES}
+            ms: dict[str, list[float]] = {name: [] for name in (*PHASES, *BEHIND)}
             for _ in range(steps):
                 for name, phase in phases.items():
+                    moments.clear()
                     begin = time.perf_counter()
                     phase()
                     ms[name].append(1e3 * (time.perf_counter() - begin))
-            calls = {name: python_calls(phase) for name, phase in phases.items()}
-    ms["all"] = [sum(of_step) for of_step in zip(*ms.values(), strict=True)]
-    calls["all"] = sum(calls.values())
+                    for what, since in _behind_waits():
+                        ms[what].append(1e3 * since.seconds)
+            calls = _counted(python_calls, phases, attrgetter("calls"))
+            queued = _counted(launches, phases, attrgetter("launches")) if engine == SPREAD else {}
+    ms["all"] = [sum(of_step) for of_step in zip(*(ms[name] for name in PHASES), strict=True)]
     return {
         "graphs": graphs,
-        "ms": {name: Samples.of(values).as_record() for name, values in ms.items()},
+        "ms": {name: Samples.of(values).as_record() for name, values in ms.items() if values},
         "python_calls": calls,
+        "launches": queued,
     }
 
 
-def _join(engine: str) -> None:
-    """Begin with one rank; for FSDP2 as one of two that send nothing, for one alone gathers no weight."""
-    if engine != FSDP2:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        return
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+def _counted(
+    count: Callable[[Callable[[], object]], int],
+    phases: Mapping[str, Callable[[], None]],
+    of_moment: Callable[[Moment], int],
+) -> dict[str, int]:
+    """Count something of a step, by phase and behind its waits."""
+    counts: dict[str, int] = {}
+    for name, phase in phases.items():
+        moments.clear()
+        counts[name] = count(phase)
+        for what, since in _behind_waits():
+            counts[what] = max(of_moment(since), counts.get(what, 0))
+    return {**counts, "all": sum(counts[name] for name in phases)}
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+
+BEHIND = ("exchange", "first product", "last product")
+"""Launches of a layer's forward that come when the host knows how many rows its experts get."""
 
 
-def _column(phase: str) -> Column:
-    return Column(f"{phase}, ms", lambda r: spread(r["ms"][phase], 1))
+def _behind_waits() -> Iterator[tuple[str, Moment]]:
+    """Yield for each layer what lies between the end of the wait and each of these launches."""
+    waits = [number for number, moment in enumerate(moments) if moment.name == WAITED]
+    for number, end in pairwise([*waits, len(moments)]):
+        waited, *others = moments[number:end]
+        exchanges, products = ([each for each in others if each.name == name] for name in (EXCHANGED, MULTIPLIED))
+        if not (exchanges and products):  # the wait was for something else
+            continue
+        for what, moment in zip(BEHIND, (exchanges[0], products[0], products[-1]), strict=True):
+            yield what, Moment(what, *map(sub, moment[1:], waited[1:]))
+
+
+def _column(phase: str, digits: int = 1) -> Column:
+    return Column(f"{phase}, ms", lambda r: spread(r["ms"][phase], digits))
 
 
 def _calls(phase: str) -> Column:
     return Column(f"{phase}, calls", lambda r: str(r["python_calls"][phase]))
+
+
+def _launches(phase: str) -> Column:
+    return Column(f"{phase}, launches", lambda r: str(r["launches"][phase]))
 
 
 COLUMNS = (
@@ -251,15 +298,48 @@ COLUMNS = (
     *(_column(phase) for phase in (*PHASES, "all")),
     *(_calls(phase) for phase in (*PHASES, "all")),
 )
+COLUMNS_BEHIND = (
+    COLUMNS[0],
+    *(_column(launch, 3) for launch in BEHIND),
+    *map(_calls, BEHIND),
+    *map(_launches, (*BEHIND, *PHASES, "all")),
+)
+NOTE_BEHIND = (
+    "From the end of the wait for the numbers of rows to each launch, of all layers; counts are of the layer with "
+    "most. Launches are kernels, products and operators of torch, also of whole phases."
+)
 NOTE = (
     "Median [10th-90th percentile] of the steps. Calls are those of Python functions in a step, the same at every run."
 )
 
 
+@contextmanager
+def _joined(engine: str) -> Iterator[None]:
+    """Be one rank; for FSDP2 one of two that send nothing, for one alone gathers no weight."""
+    if engine == SPREAD:
+        with idle_ranks(2, ROWS):
+            yield
+        return
+    if engine == FSDP2:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 def main(
-    model: Annotated[Literal["micro", "micro-moe"], typer.Option(help="micro-moe has 128 experts a layer.")] = "micro",
+    model: Annotated[
+        Literal["micro", "micro-moe", "micro-mixtral"],
+        typer.Option(help="micro-moe has 128 experts a layer, micro-mixtral 8."),
+    ] = "micro",
     engine: Annotated[
-        Literal["plain", "fsdp2", "zero1", "zero2", "gemini"], typer.Option(help="What trains it.")
+        Literal["plain", "fsdp2", "zero1", "zero2", "gemini", "ep2"],
+        typer.Option(help="What trains it; ep2 spreads micro-mixtral's experts over two ranks."),
     ] = "zero1",
     layers: Annotated[int, typer.Option(min=1, help="Decoder layers; 22 are those of LLaMA 1B.")] = 22,
     buckets: Annotated[int, typer.Option(min=1, help="In which gradients are reduced; 19 are those of LLaMA 1B.")] = 19,
@@ -271,19 +351,19 @@ def main(
     """Time what Python does for a training step, with and without CUDA graphs."""
     _, gpu = command.measured_device("cpu")
     torch.set_num_threads(1)
-    _join(engine)
-    try:
-        # layers with experts that are modules are not replayed, nor those without a plugin
-        kinds = (False, True) if model == "micro" and engine not in (PLAIN, FSDP2) else (False,)
+    if (engine == SPREAD) != (model == "micro-mixtral"):
+        raise typer.BadParameter("--engine ep2 and --model micro-mixtral go together")
+    with _joined(engine):
+        # layers with experts that are modules are not replayed, nor those without a plugin; attention by itself is
+        kinds = (False, True) if model != "micro-moe" and engine not in (PLAIN, FSDP2) else (False,)
         records = [measure(engine, model, layers, buckets, graphs, steps) for graphs in kinds]
-    finally:
-        dist.destroy_process_group()
     head = environment.head(gpu, commit=commit) | {
         "model": f"{MODELS[model].label}, {layers} layers; {engine}; about {buckets} buckets where ZeRO reduces"
     }
-    result = Result(
-        "host-step", "What Python does for a training step", head, [Table("step", "Host", COLUMNS, records, NOTE)]
-    )
+    tables = [Table("step", "Host", COLUMNS, records, NOTE)]
+    if engine == SPREAD:
+        tables.append(Table("behind waits", "Behind the waits of a forward", COLUMNS_BEHIND, records, NOTE_BEHIND))
+    result = Result("host-step", "What Python does for a training step", head, tables)
     command.deliver(result, folder=out, json_file=json)
 
 

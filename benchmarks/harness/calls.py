@@ -4,16 +4,66 @@ from __future__ import annotations
 
 import gc
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from fp8booster.comm import agreement
 from fp8booster.kernels import product
+
+
+class Moment(NamedTuple):
+    """A call of a stand-in of this file."""
+
+    name: str
+    seconds: float
+    calls: int
+    """Python functions called before it, where they are counted."""
+
+    launches: int
+    """Kernels, products and operators of torch queued before it, where they are counted."""
+
+
+moments: list[Moment] = []
+"""Of a piece of work, in their order; whoever measures it clears them."""
+
+_count, _launched = 0, 0
+
+
+def _note(name: str) -> None:
+    moments.append(Moment(name, time.perf_counter(), _count, _launched))
+
+
+def _launch() -> None:
+    global _launched
+    _launched += 1
+
+
+class _Operators(TorchDispatchMode):
+    """Counts operators that a GPU would have work for: no views, no memory."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not function.is_view and "empty" not in function.__name__:
+            _launch()
+        return function(*args, **(kwargs or {}))
+
+
+def launches(work: Callable[[], object]) -> int:
+    """Count the kernels, products and operators of torch that a piece of work queues in `idle_gpu`."""
+    global _launched
+    _launched = 0
+    with torch.autograd.set_multithreading_enabled(False), _Operators():
+        work()
+    return _launched
 
 
 def python_calls(work: Callable[[], object]) -> int:
@@ -22,11 +72,12 @@ def python_calls(work: Callable[[], object]) -> int:
     Args:
         work: what caches, compiles or collects garbage has done so; stand-ins of this file are not counted.
     """
-    count = 0
+    global _count
+    _count = 0
 
     def see(frame: FrameType, event: str, argument: Any) -> None:
-        nonlocal count
-        count += event == "call" and frame.f_code.co_filename != __file__
+        global _count
+        _count += event == "call" and frame.f_code.co_filename != __file__
 
     before, collects = sys.getprofile(), gc.isenabled()
     gc.disable()  # what is collected may call something, at any time
@@ -38,7 +89,7 @@ def python_calls(work: Callable[[], object]) -> int:
             sys.setprofile(before)
             if collects:
                 gc.enable()
-    return count
+    return _count
 
 
 @contextmanager
@@ -86,6 +137,51 @@ def idle_gpu() -> Iterator[None]:
         yield
 
 
+WAITED, EXCHANGED, MULTIPLIED = "the host waited", "rows were exchanged", "experts were multiplied"
+"""Names of moments; what is exchanged is so with `idle_ranks` alone."""
+
+
+@contextmanager
+def idle_ranks(ranks: int, rows: int) -> Iterator[None]:
+    """Make this process one of several ranks, to which the others send rows, and which agree to every call.
+
+    Rows go to the first experts of two ranks, and come from these for the first one here, in numbers that differ from
+    one call to the next, as they do in training. What else is sent is not, and what is received has no values.
+
+    Args:
+        ranks: two or more.
+        rows: that this one sends at once.
+    """
+    # by the name that it has in this version of torch
+    name = "all_to_all_single" if hasattr(dist.ProcessGroup, "all_to_all_single") else "alltoall_base"
+    exchange = getattr(dist.ProcessGroup, name)
+    calls = count(1)
+
+    def exchanged(group: dist.ProcessGroup, output: Tensor, input: Tensor, *splits: Any) -> Any:
+        _note(EXCHANGED)
+        work = exchange(group, output, input, *splits)
+        if input.dtype is torch.int64:  # numbers of rows, and what the ranks tell besides
+            with _disable_current_modes():
+                tell_rows(input, output, next(calls))
+        return work
+
+    def tell_rows(sent: Tensor, received: Tensor, call: int) -> None:
+        first, arriving = 1 + call % (rows - 1), 1 + 7 * call % (rows - 1)
+        sent.zero_(), received.zero_()
+        sent[0, 0], sent[-1, 0] = first, rows - first
+        received[0, 0], received[-1, 0] = first, arriving
+
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=dist.HashStore())
+    try:
+        with (
+            patch.object(dist.ProcessGroup, name, exchanged),
+            patch.object(agreement.Claim, "begin", lambda claim, asynchronous: None),
+        ):
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
 class _Event:
     """Stands for an event on a stream."""
 
@@ -97,6 +193,7 @@ class _Event:
 
     def synchronize(self) -> None:
         """Wait for nothing."""
+        _note(WAITED)
 
 
 class _Compiled:
@@ -106,18 +203,23 @@ class _Compiled:
 
     def run(self, *arguments: Any) -> None:
         """Launch nothing."""
+        _launch()
 
 
 def _scaled_mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype, out: Tensor | None = None, **options: Any) -> Tensor:
+    _launch()
     return torch.empty(a.shape[0], b.shape[1], dtype=out_dtype) if out is None else out
 
 
 def _scaled_grouped_mm(
     a: Tensor, b: Tensor, *scales: Tensor, offs: Tensor, out_dtype: torch.dtype, **options: Any
 ) -> Tensor:
+    _launch()
+    _note(MULTIPLIED)
     groups = (len(offs),) if b.dim() == 2 else ()  # of sums over the rows of each
     return torch.empty(*groups, a.shape[0], b.shape[-1], dtype=out_dtype)
 
 
 def _mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
+    _launch()
     return torch.empty(a.shape[0], b.shape[1], dtype=out_dtype or a.dtype) if out is None else out

@@ -81,6 +81,29 @@ def test_replayed_layers_take_fewer_calls_of_python_in_a_step(tmp_path) -> None:
         assert replayed["python_calls"][phase] < one_by_one["python_calls"][phase]
 
 
+def records_of_spread_experts(file: Path) -> list[dict]:
+    arguments = ["--model", "micro-mixtral", "--engine", "ep2", "--layers", "2", "--buckets", "2", "--steps", "1"]
+    result = run(host_step.main, *arguments, "--json", str(file))
+    assert result.exit_code == 0, result.output
+    return json.loads(file.read_text())["tables"]["behind waits"]
+
+
+def test_launches_behind_the_waits_of_spread_experts_are_told_apart(tmp_path) -> None:
+    pytest.importorskip("triton")
+    (records,) = run_ranks(records_of_spread_experts, 1, tmp_path / "host-step.json", initialize=False)
+    for record in records:
+        ms = record["ms"]
+        for counts in (record["python_calls"], record["launches"]):
+            assert 0 <= counts["exchange"] < counts["first product"] < counts["last product"] < counts["forward"]
+        assert 0 < ms["exchange"]["median"] < ms["last product"]["median"]
+
+
+def test_experts_are_spread_over_two_ranks_by_one_engine_alone() -> None:
+    result = run(host_step.main, "--model", "micro-mixtral", "--engine", "zero1")
+    assert result.exit_code != 0
+    assert "go together" in result.output
+
+
 def test_energy(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(timing, "_BURST_MS", 0.01)
     file = tmp_path / "energy.json"
