@@ -413,6 +413,8 @@ class GatheredWeights:
     def _release(self, gathered: GatheredWeight) -> None:
         """Give back the memory of a weight in 16 bits; who finds it among the parameters sees NaN."""
         weight = gathered.layer.held_weight
+        if gathered.released and not any(weight.stride()):  # nobody gave it other data since the last step
+            return
         # an expanded scalar keeps the shape, which autograd and modules ask for, and takes no memory
         weight.data = weight.new_full((), torch.nan).expand(weight.shape)
         self._optimizer._working_param_to_padded_working_param[weight] = weight.new_empty(0)
