@@ -25,6 +25,7 @@ from fp8booster.nn.convert import WHY_NOT_ROUTERS, remember_kept
 from fp8booster.nn.experts.mixture import Mixture, group_experts
 from fp8booster.nn.experts.spread import Spread
 from fp8booster.nn.modules import change_class, held_by_modules
+from fp8booster.nn.weights.delivered import as_rows
 
 
 class FP8EPMixtralSparseMoeBlock(Mixture, EPMixtralSparseMoeBlock):
@@ -35,7 +36,7 @@ class FP8EPMixtralSparseMoeBlock(Mixture, EPMixtralSparseMoeBlock):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Tokens [B, S, H] to ([B, S, H], router's logits [B S, experts]), or to the first alone."""
-        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        tokens = as_rows(hidden_states)
         logits = self.gate(tokens)
         # the softmax over all experts, divided by its sum over those chosen, is the softmax over these
         likeliest, chosen = logits.topk(self.top_k, dim=-1)
@@ -50,7 +51,7 @@ class _WithSharedExperts(Mixture):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Tokens [B, S, H] to [B, S, H]."""
         chosen, weights, *losses = self.gate(hidden_states)
-        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        tokens = as_rows(hidden_states)
         shared = partial(self.shared_experts, tokens) if self.config.n_shared_experts is not None else None
         mixed = self.mix(tokens, chosen, weights, shared).view(hidden_states.shape)
         for auxiliary_loss in losses:  # DeepSeek-V3 has none

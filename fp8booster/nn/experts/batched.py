@@ -23,6 +23,7 @@ from fp8booster.nn.experts.row_layout import RowLayout
 from fp8booster.nn.fused.activations import fused_kind
 from fp8booster.nn.fused.trials import STAND_INS, computes, numbers, on_numbers
 from fp8booster.nn.modules import cached_by_class, change_class, mixed_class, must_be_called
+from fp8booster.nn.weights.delivered import as_rows
 
 
 class BatchedExperts(FP8Experts):
@@ -89,7 +90,7 @@ class ScaledMixture(nn.Module):
         if len(given) != 1 or original.forward is not forward or torch.compiler.is_compiling():
             return super().forward(*args, **kwargs)
         experts: Any = self.experts
-        tokens = given[0].reshape(-1, given[0].shape[-1])
+        tokens = as_rows(given[0])
         # who looks at the experts sees them called
         if not isinstance(experts, BatchedExperts) or must_be_called(experts):
             return super().forward(*args, **kwargs)

@@ -33,6 +33,7 @@ from fp8booster.nn.fused.trials import computes, numbers, on_numbers
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import cached_by_class, change_class, mixed_class
 from fp8booster.nn.weights.casting import Casts
+from fp8booster.nn.weights.delivered import as_rows
 
 LOOKED_AT = "experts that are modules are looked at in every call"
 """Why no CUDA graph holds those of one rank: it is found then whether they run as one, and on which FP8 weights."""
@@ -174,7 +175,7 @@ class SoftmaxMixture(Mixture):
         if self._runs_own_code(tried_so, original.forward is forward, draws_noise):
             return super().forward(*args, **kwargs)
         hidden_states = args[0] if args else kwargs["hidden_states"]
-        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        tokens = as_rows(hidden_states)
         logits = self.gate(tokens)
         weights, chosen = F.softmax(logits, dim=1, dtype=torch.float).topk(self.top_k, dim=-1)
         if self.routing.always_divides or self.norm_topk_prob:

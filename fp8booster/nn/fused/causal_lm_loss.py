@@ -37,7 +37,7 @@ from fp8booster.nn.linear.layer import FP8Layer, FP8Linear, held_weight
 from fp8booster.nn.linear.speed_model import computes_in_fp8
 from fp8booster.nn.modules import has_hooks, run_with
 from fp8booster.nn.weights.casting import Casts
-from fp8booster.nn.weights.delivered import deliver_amax, delivered_amax
+from fp8booster.nn.weights.delivered import as_rows, deliver_amax, delivered_amax
 from fp8booster.nn.weights.freshness import reusable
 from fp8booster.tensor import QuantizedMatrix
 
@@ -121,12 +121,7 @@ def _whole_head_loss(head: nn.Linear, hidden: Tensor, targets: Tensor, **how: An
             if reusable(hidden, held_weight(head)):
                 fp8["quantized_weight"] = _with_transpose(head, casts)
     return linear_cross_entropy(
-        deliver_amax(hidden.flatten(0, -2), delivered_amax(hidden)),
-        held_weight(head),
-        targets.flatten().to(hidden.device),
-        bias=head.bias,
-        **how,
-        **fp8,
+        as_rows(hidden), held_weight(head), targets.flatten().to(hidden.device), bias=head.bias, **how, **fp8
     )
 
 

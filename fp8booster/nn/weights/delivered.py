@@ -33,6 +33,11 @@ def delivered_amax(tensor: torch.Tensor) -> torch.Tensor | None:
     return _delivered(tensor, AMAX)
 
 
+def as_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, [..., K], as a matrix of K columns, with the amax that came with it."""
+    return deliver_amax(tensor.reshape(-1, tensor.shape[-1]), delivered_amax(tensor))
+
+
 class Recipe(NamedTuple):
     """Computes a tensor again, or one within rounding of it."""
 

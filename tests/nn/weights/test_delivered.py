@@ -8,7 +8,7 @@ from torch import nn
 
 from fp8booster import FP8Config, FP8Linear
 from fp8booster.nn.fused.pointwise import activate, row_norm
-from fp8booster.nn.weights.delivered import deliver_amax, delivered_amax
+from fp8booster.nn.weights.delivered import as_rows, deliver_amax, delivered_amax
 from tests.nn.reference import exact_linear, signal_to_noise
 
 CONFIG = FP8Config(emulate=True)
@@ -39,6 +39,13 @@ def test_an_activation_changed_in_place_before_its_layer_has_the_amax_that_it_ha
     assert delivered_amax(y) is None
     exact = exact_linear(y, layer.weight.detach(), torch.ones(32, 48)).output
     assert signal_to_noise(exact, layer(y)) > 20
+
+
+def test_rows_have_the_amax_of_what_they_are_rows_of() -> None:
+    y = MAKERS["norm"](torch.randn(2, 32, SIZE))
+    assert delivered_amax(as_rows(y)) is delivered_amax(y)
+    y.mul_(100)
+    assert delivered_amax(as_rows(y)) is None
 
 
 def test_a_gradient_to_which_autograd_adds_another_has_no_amax_left() -> None:
