@@ -90,6 +90,7 @@ def summed_product(
     inverse_scale_b: Tensor,
     groups: Groups,
     *,
+    factor: float = 1.0,
     fast_accumulation: bool,
     emulate: bool,
 ) -> Tensor:
@@ -101,6 +102,7 @@ def summed_product(
         inverse_scale_a: float32, contiguous, one for all of a or [G], for each group's columns.
         inverse_scale_b: float32, one for all of b (shape []).
         groups: of the M columns.
+        factor: multiplies the sums.
         fast_accumulation, emulate: as in `kernels.product.product`.
 
     Returns:
@@ -108,7 +110,7 @@ def summed_product(
     """
     count = len(groups.ends)
     # each group has its rows of scales: one for each row of a, and of b
-    scale_a, scale_b = repeat_scales(inverse_scale_a, count * len(a), inverse_scale_b, count * len(b))
+    scale_a, scale_b = repeat_scales(inverse_scale_a, count * len(a), inverse_scale_b, count * len(b), factor)
     if _runs_kernel(a, emulate):
         return _by_kernel(a, b.t(), scale_a, scale_b, groups, fast_accumulation)
     of_groups = zip(groups.slices(), scale_a.view(count, -1), scale_b.view(count, -1), strict=True)

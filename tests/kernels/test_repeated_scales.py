@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -30,15 +31,21 @@ def test_each_scale_is_repeated_in_a_row(case: tuple) -> None:
         assert found.tolist() == [value for value in values for _ in range(size // len(values))]
 
 
+def test_the_scales_of_one_are_multiplied_by_a_factor() -> None:
+    arguments = given(CASES[2])
+    (a, b), (times, same) = repeat_scales(*arguments), repeat_scales(*arguments, 1 / 3)
+    assert torch.equal(times, a * (1 / 3))
+    assert torch.equal(same, b)
+
+
 def differences(device: str) -> Iterator[str]:
     from fp8booster.kernels.repeated_scales_triton import repeat_scales_triton
 
-    for case in CASES:
-        pairs = zip(
-            repeat_scales_triton(*given(case, device)), repeat_scales.reference(*given(case, device)), strict=True
-        )
+    for case, factor in itertools.product(CASES, (1.0, 1 / 3)):
+        arguments = *given(case, device), factor
+        pairs = zip(repeat_scales_triton(*arguments), repeat_scales.reference(*arguments), strict=True)
         if not all(torch.equal(found, expected) for found, expected in pairs):
-            yield str(case)
+            yield f"{case}, times {factor}"
 
 
 def test_the_kernel_in_triton_s_interpreter() -> None:

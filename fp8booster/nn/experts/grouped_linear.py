@@ -212,11 +212,11 @@ class _GroupedLinear(torch.autograd.Function):
                 _, x8 = _laid_out(x8, how.reads, plain=False, transposed=True)
             outputs, inputs = (dy.transpose, dy.inverse_scale), (x8, x_inverse_scale)
             (rows, scale_of_rows), (columns, scale) = (inputs, outputs) if ctx.is_transposed else (outputs, inputs)
-            factors = how.weight_gradient_factors
-            if torch.is_tensor(factors) or factors != 1:
-                scale_of_rows = scale_of_rows * factors
+            factor = how.weight_gradient_factors
+            if torch.is_tensor(factor):
+                scale_of_rows, factor = scale_of_rows * factor, 1.0
             options = _options(config, "wgrad", UNEVEN * how.filled_rows // len(groups.ends))
-            whole = summed_product(rows, columns, scale_of_rows, scale, groups, **options)
+            whole = summed_product(rows, columns, scale_of_rows, scale, groups, factor=factor, **options)
             dw = whole.view(ctx.count, *ctx.shape).unbind(0)  # in one call, for there may be hundreds
         return dx, *(None,) * 3, *dw
 
