@@ -34,7 +34,8 @@ def send_cast_rows(
     # of an empty part nothing arrives
     what = {"values": f"cast rows of {width}", "dtype": rows.dtype, "scaling": scaling}
     observer.enter(group, _COLLECTIVE, on_arrival=False, what=what)
-    observer.count_encoded(_COLLECTIVE, dist.get_world_size(group), payload, {_COLLECTIVE: rows.nbytes})
     output = torch.empty(max(total, 1), width, dtype=torch.uint8, device=rows.device)
     dist.all_to_all_single(output[:total], rows.view(torch.uint8), received, sent, group)
+    # behind the launch, for which a GPU waits
+    observer.count_encoded(_COLLECTIVE, group.size(), payload, {_COLLECTIVE: rows.nbytes})
     return output.view(rows.dtype)

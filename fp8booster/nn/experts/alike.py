@@ -21,6 +21,7 @@ from fp8booster.nn.modules import HOOKS, must_be_called
 from fp8booster.nn.weights.engine import all_filled
 from fp8booster.nn.weights.resharded import ReshardedWeight
 from fp8booster.nn.weights.source import WeightSource
+from fp8booster.tensor import QuantizedMatrix
 
 
 class Seen(NamedTuple):
@@ -112,8 +113,14 @@ class Look(NamedTuple):
         # classes and configurations can be written to, and stay the same objects
         return self.reason or next(filter(None, map(why_not_gated, self.of_each_kind)), None)
 
+    def filled(self) -> list[QuantizedMatrix] | None:
+        """Return what an engine made of each weight of up, and behind these of down, as `all_filled`."""
+        if not self.may_be_provided:
+            return None
+        return all_filled(list(map(_source, self.up.layers + self.down.layers)), self.up.weights + self.down.weights)
+
     def is_provided(self) -> bool | None:
-        """Tell whether an engine gives the FP8 copies of the weights now; None: of some of them alone."""
+        """Tell whether an engine gives the FP8 copies of the weights now, asking for each; None: of some alone."""
         if not self.may_be_provided:
             return False
         layers, weights = self.up.layers + self.down.layers, self.up.weights + self.down.weights
@@ -121,8 +128,6 @@ class Look(NamedTuple):
         if self.is_transient:
             held = {source.held is not None if isinstance(source, ReshardedWeight) else None for source in sources}
             return held.pop() if len(held) == 1 else None
-        if all_filled(sources, weights) is not None:
-            return True
         each = {source.is_provided([weight]) for source, weight in zip(sources, weights, strict=True)}
         return each.pop() if len(each) == 1 else None
 

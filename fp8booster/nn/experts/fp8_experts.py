@@ -20,11 +20,12 @@ from torch import nn
 from fp8booster.config import FP8Config
 from fp8booster.kernels.activation import RowWeights
 from fp8booster.kernels.device import require_fp8
+from fp8booster.kernels.expert_rows import owners_of
 from fp8booster.nn.experts.dispatch import scale_gradient
 from fp8booster.nn.experts.fp8_rows import FP8Rows, shown_as
 from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.experts.loads import note_choice
-from fp8booster.nn.experts.row_layout import RowLayout, owners_of
+from fp8booster.nn.experts.row_layout import RowLayout
 from fp8booster.nn.experts.spread import EXCHANGED, Spread
 from fp8booster.nn.experts.stack import NOT_BF16, StackedParameter, pays, run_stacks, why_not_bf16, why_not_stacked
 from fp8booster.nn.fused.activations import fused_kind

@@ -57,7 +57,7 @@ class FP8Rows:
         # backward shall not hold the rows
         shape, before = self.handle.shape, self.handle.dtype
         handle = linear_map(
-            self.handle, lambda handle: _shown(handle, shape, dtype), lambda gradient: gradient.to(before)
+            self.handle, lambda handle: nothing_of(handle, dtype).expand(shape), lambda gradient: gradient.to(before)
         )
         return FP8Rows(handle, self.matrix, self.amax)
 
@@ -83,7 +83,13 @@ def with_amax(values: torch.Tensor, rows: torch.Tensor | FP8Rows) -> torch.Tenso
 
 
 def received_rows(
-    tokens: torch.Tensor, message: torch.Tensor, cast: QuantizedMatrix, rows: int, amax: torch.Tensor | None, back: Back
+    tokens: torch.Tensor,
+    message: torch.Tensor,
+    cast: QuantizedMatrix,
+    nothing: torch.Tensor,
+    rows: int,
+    amax: torch.Tensor | None,
+    back: Back,
 ) -> FP8Rows:
     """Return rows as they came, differentiable.
 
@@ -91,17 +97,19 @@ def received_rows(
         tokens: [T, H], of this rank, which get the gradients of the rows that were sent for them.
         message: [max(R, 1), B], rows of what `packed` made.
         cast: this rank's cast of its tokens; all ranks' are alike.
+        nothing: `nothing_of` the tokens.
         rows: R.
         amax: as in `FP8Rows`.
         back: from the gradient of the rows, [R, H], to that of the tokens.
     """
     shape = torch.Size((rows, tokens.shape[1]))
-    handle = linear_map(tokens, lambda tokens: _shown(tokens, shape, tokens.dtype), back)
+    handle = linear_map(tokens, lambda _: nothing.expand(shape), back)
     return FP8Rows(handle, _unpacked(message, cast), amax)
 
 
-def _shown(like: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    return like.new_full((1, 1), torch.nan, dtype=dtype).expand(shape)
+def nothing_of(tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return one NaN, [1, 1], to be shown through the shape of rows that are made of tokens."""
+    return tokens.new_full((1, 1), torch.nan, dtype=dtype)
 
 
 def packed(cast: QuantizedMatrix) -> torch.Tensor:
@@ -116,10 +124,10 @@ def packed(cast: QuantizedMatrix) -> torch.Tensor:
 
 def _unpacked(rows: torch.Tensor, like: QuantizedMatrix) -> QuantizedMatrix:
     """Return the matrix whose rows `packed` gave, or some of these in any order."""
-    nothing, dimensions, columns = rows.new_empty(0), like.inverse_scale.dim(), like.data.shape[1]
+    dimensions, columns = like.inverse_scale.dim(), like.data.shape[1]
     if dimensions == 0:
-        return QuantizedMatrix(rows, nothing, like.inverse_scale, None)
+        return QuantizedMatrix(rows, like.transpose, like.inverse_scale, None)
     data, scales = (part.contiguous() for part in rows.view(torch.uint8).tensor_split([columns], 1))
     scales = scales.view(torch.float32)
     scales = scales.squeeze(1) if dimensions == 1 else scales.t().contiguous()
-    return QuantizedMatrix(data.view(rows.dtype), nothing, scales, None)
+    return QuantizedMatrix(data.view(rows.dtype), like.transpose, scales, None)

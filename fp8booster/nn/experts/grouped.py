@@ -40,6 +40,7 @@ from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import held_by_modules
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.freshness import is_captured, reusable
+from fp8booster.tensor import QuantizedMatrix
 
 ONE_BY_ONE_FROM = 1e11
 """Rows times input times output features of a product of one expert, in the mean over experts and products, from which
@@ -67,8 +68,20 @@ class _Looked(NamedTuple):
     provided: bool
     """An engine gives their FP8 weights."""
 
+    filled: list[QuantizedMatrix] | None
+    """As `Look.filled`."""
+
     why_not: str | None
-    """Why they cannot run as one, whatever the tokens."""
+    """Why they do not run as one, however many the tokens."""
+
+
+class _Layers(NamedTuple):
+    """What computes experts as one, for one call."""
+
+    up: StackedLayers
+    down: StackedLayers
+    saving: Saving
+    """Of gate and up, for backward."""
 
 
 class GroupedExperts:
@@ -141,23 +154,34 @@ class GroupedExperts:
         Args:
             tokens, counts, weight_gradient_factors: as in `run_experts`.
         """
-        return self.prepared()(tokens, counts, weight_gradient_factors)
+        looked = self._look(shown_as(tokens))
+        return self._by_senders(looked, None, tokens, counts, weight_gradient_factors)
 
-    def prepared(self) -> Grouped:
-        """Look at the experts, which takes the host a while, and return what computes them as a call does, once."""
-        return partial(self._by_senders, self._look())
+    def prepared(self, tokens: torch.Tensor, rows: int) -> Grouped:
+        """Look at the experts, which takes the host a while, and return what computes them as a call does, once.
+
+        Args:
+            tokens: whose rows it will be given.
+            rows: about so many. Where these would run as one, FP8 weights are looked up.
+        """
+        looked, layers = self._look(tokens), None
+        if looked is not None and not looked.look.is_transient and self._why_not(looked, rows) is None:
+            layers = self._layers(looked, tokens)
+            layers.up.look_up()  # those of down, while the GPU multiplies by these
+        return partial(self._by_senders, looked, layers)
 
     def _by_senders(
         self,
         looked: _Looked | None,
+        layers: _Layers | None,
         tokens: torch.Tensor | FP8Rows,
         counts: HostCopy,
         weight_gradient_factors: Sequence[float] | torch.Tensor | None,
     ) -> torch.Tensor | None:
-        if looked is None or not self._runs_on(looked, tokens, len(tokens)):
+        if looked is None or not self._runs_on(looked, len(tokens)):
             return None
         layout = RowLayout.of_senders(counts.on_device, len(tokens))
-        return self._computed(looked, tokens, layout, weight_gradient_factors)
+        return self._computed(looked, layers, tokens, layout, weight_gradient_factors)
 
     def mix(self, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
         """Return the weighted sum of what each token's experts make of it, BF16, or None: run the experts one by one.
@@ -167,13 +191,14 @@ class GroupedExperts:
             chosen: int64 [T, k].
             weights: [T, k].
         """
-        looked = self._look()
-        if looked is None or not self._runs_on(looked, tokens, chosen.numel()):
+        looked = self._look(tokens)
+        if looked is None or not self._runs_on(looked, chosen.numel()):
             return None
-        return self._computed(looked, tokens, RowLayout.of_choices(chosen, len(self.experts)), None, weights)
+        layout = RowLayout.of_choices(chosen, len(self.experts))
+        return self._computed(looked, None, tokens, layout, None, weights)
 
-    def _look(self) -> _Looked | None:
-        """Look at the experts as they are now; None: in compiled code they run one by one."""
+    def _look(self, tokens: torch.Tensor) -> _Looked | None:
+        """Look at the experts as they are now, for rows of tokens; None: in compiled code they run one by one."""
         if torch.compiler.is_compiling():
             return None
         look = self._alike.look()
@@ -182,29 +207,52 @@ class GroupedExperts:
             reason = "some of the experts are in evaluation"
         if reason is None and look.is_transient and not self.gathers:
             reason = "the weights are whole only while a layer runs"
-        provided = look.is_provided() if reason is None else False
+        filled = look.filled() if reason is None else None
+        provided = filled is not None or (look.is_provided() if reason is None else False)
         if provided is None:
             reason = "an engine keeps the FP8 weights of some of the layers alone"
-        return _Looked(look, bool(provided), reason)
+        return _Looked(look, bool(provided), filled, reason or self._why_not_of(look, tokens))
 
-    def _runs_on(self, looked: _Looked, tokens: torch.Tensor | FP8Rows, rows: float) -> bool:
-        """Tell whether so many rows, made of tokens, are computed in grouped products; the report says why not."""
-        reason = looked.why_not or self._why_not(looked.look, shown_as(tokens), rows)
+    def _runs_on(self, looked: _Looked, rows: float) -> bool:
+        """Tell whether so many rows are computed in grouped products; the report says why not."""
+        reason = self._why_not(looked, rows)
         if reason is not None:
             self.note(reason)
         return reason is None
 
+    def _layers(self, looked: _Looked, tokens: torch.Tensor | FP8Rows) -> _Layers:
+        """Return what computes the experts on rows of tokens; transient weights must be whole."""
+        look, provided, filled, _ = looked
+        config = look.down.layers[0].fp8_config
+        require_fp8(shown_as(tokens).device, config.emulate)
+        self._follow(config)
+        casts = self.fp8_casts
+        if not self.experts[0].training:
+            casts = {name: of_product.evaluation for name, of_product in casts.items()}
+        count, ups = len(self.experts), len(look.up.layers)
+
+        def stacked(stack: Stack, casts: Casts, copy: StackCopy, part: slice) -> StackedLayers:
+            if look.is_transient:
+                now = Stack.of(stack.layers)  # what is gathered for this call takes the parameters' place
+                return StackedLayers(now, casts, partial(weights_of_call, now, count, casts, provided))
+            parts = None if filled is None else filled[part]
+            return StackedLayers(stack, casts, lambda: (copy.get(stack, count, casts, provided, parts), None))
+
+        up = stacked(look.up, casts["gate_up"], self._gate_up, slice(ups))
+        down = stacked(look.down, casts["down"], self._down, slice(ups, None))
+        return _Layers(up, down, Saving(in_8_bits=config.saves_in_8_bits))
+
     def _computed(
         self,
         looked: _Looked,
+        layers: _Layers | None,
         tokens: torch.Tensor | FP8Rows,
         layout: RowLayout,
         weight_gradient_factors: Sequence[float] | torch.Tensor | None,
         weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        look, provided, _ = looked
-        compute = partial(self._products, look, provided, tokens, layout, weight_gradient_factors, weights)
-        return self._gathered(look, compute)
+        compute = partial(self._products, looked, layers, tokens, layout, weight_gradient_factors, weights)
+        return self._gathered(looked.look, compute)
 
     def _gathered(self, look: Look, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Return what `compute` makes of the layers' weights, where these have their values."""
@@ -212,36 +260,22 @@ class GroupedExperts:
 
     def _products(
         self,
-        look: Look,
-        provided: bool,
+        looked: _Looked,
+        layers: _Layers | None,
         tokens: torch.Tensor | FP8Rows,
         layout: RowLayout,
         weight_gradient_factors: Sequence[float] | torch.Tensor | None,
         weights: torch.Tensor | None,
     ) -> torch.Tensor:
-        config = look.down.layers[0].fp8_config
-        device = shown_as(tokens).device
-        require_fp8(device, config.emulate)
-        factors = _joined(weight_gradient_factors, device)
-        self._follow(config)
-        casts = self.fp8_casts
-        if not self.experts[0].training:
-            casts = {name: of_product.evaluation for name, of_product in casts.items()}
-        count, saving = len(self.experts), Saving(in_8_bits=config.saves_in_8_bits)
-
-        def stacked(stack: Stack, casts: Casts, copy: StackCopy) -> StackedLayers:
-            if look.is_transient:
-                now = Stack.of(stack.layers)  # what is gathered for this call takes the parameters' place
-                return StackedLayers(now, casts, partial(weights_of_call, now, count, casts, provided), factors)
-            return StackedLayers(stack, casts, lambda: (copy.get(stack, count, casts, provided), None), factors)
-
+        up, down, saving = layers or self._layers(looked, tokens)
+        up.factors = down.factors = _joined(weight_gradient_factors, shown_as(tokens).device)
         of_rows = None if weights is None else RowWeights(weights.contiguous(), layout.choices)
         return run_stacks(
             tokens.to(torch.bfloat16),
             layout,
-            stacked(look.up, casts["gate_up"], self._gate_up),
+            up,
             partial(activate, gated=True, saving=saving, weights=of_rows),
-            stacked(look.down, casts["down"], self._down),
+            down,
             layout,
         )
 
@@ -254,8 +288,15 @@ class GroupedExperts:
         """Let the casts be those of layers with a configuration."""
         self.fp8_casts = {name: casts.under(config) for name, casts in (self.fp8_casts or _casts(config)).items()}
 
-    def _why_not(self, look: Look, tokens: torch.Tensor, rows: float) -> str | None:
-        """Return why the experts do not run as one on these tokens, though they can on some."""
+    def _why_not(self, looked: _Looked, rows: float) -> str | None:
+        """Return why the experts do not run as one on so many rows."""
+        # transient weights are gathered, and their gradients reduced, in one order on all ranks, whatever the rows of
+        # each
+        whatever = self._always or looked.look.is_transient
+        return looked.why_not or (None if whatever else self._why_slower(looked.look, rows))
+
+    def _why_not_of(self, look: Look, tokens: torch.Tensor) -> str | None:
+        """Return why the experts do not run as one on rows of these tokens, though they can on some."""
         weight = look.down.weights[0]
         if (reason := why_not_bf16(tokens, weight)) is not None:
             return reason
@@ -264,8 +305,7 @@ class GroupedExperts:
                 return "a graph that is captured"
         elif not reusable(tokens, weight):
             return "inference mode or a graph that is captured"
-        # such weights are gathered, and their gradients reduced, in one order on all ranks, whatever the rows of each
-        return None if self._always or look.is_transient else self._why_slower(look, rows)
+        return None
 
     def _why_slower(self, look: Look, rows: float) -> str | None:
         """Return why grouped products of so many rows in all would take longer, or None where they would not."""
@@ -304,7 +344,7 @@ def _joined(factors: Sequence[float] | torch.Tensor | None, device: torch.device
         return 1.0
     if torch.is_tensor(factors):
         return factors
-    if all(factor == factors[0] for factor in factors):
+    if len(set(factors)) == 1:
         return float(factors[0])
     return torch.tensor(factors, dtype=torch.float32, device=device)
 

@@ -48,11 +48,7 @@ class _Part(HostCopy):
 
     def __init__(self, whole: HostCopy, number: int, columns: slice) -> None:
         self._whole, self._number, self._columns = whole, number, columns
-
-    @property
-    def on_device(self) -> torch.Tensor:
-        """As `HostCopy.on_device`."""
-        return self._whole.on_device[self._number, :, self._columns]
+        self._numbers = whole.on_device[number, :, columns]
 
     @cached_property
     def _list(self) -> list[Any]:

@@ -113,10 +113,10 @@ class Mixture(nn.Module):
         # one by one an expert's own layers cast too, and are observed: nobody observes this cast
         return casts if self.training and casts.state is not None else casts.evaluation
 
-    def prepare(self) -> Run:
+    def prepare(self, tokens: Tensor, rows: int) -> Run:
         """Look at the experts, and return what computes them (`spread.HeldExperts`)."""
         own, grouped = own_experts(self), self._experts_now()
-        as_one = None if grouped is None else grouped.prepared()
+        as_one = None if grouped is None else grouped.prepared(tokens, rows)
 
         def run(rows: Rows, counts: HostCopy, factor: float) -> Tensor:
             return run_experts(rows, counts, own, [factor] * len(own), as_one)

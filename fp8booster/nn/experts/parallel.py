@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fp8booster.kernels.expert_rows import owners_of
 from fp8booster.nn.experts.dispatch import scale_gradient
 from fp8booster.nn.experts.fp8_experts import are_experts, why_not_called_so
 from fp8booster.nn.experts.fp8_rows import values_of
 from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.experts.loads import note_choice
 from fp8booster.nn.experts.mixture import mixin_of
-from fp8booster.nn.experts.row_layout import owners_of
 from fp8booster.nn.experts.spread import EXCHANGED, Rows, Run, Spread
 from fp8booster.nn.graphs.units import COUNTED
 from fp8booster.nn.modules import change_class, mixed_class
@@ -60,7 +60,7 @@ class SpreadExperts(nn.Module):
         """Return None: the module's class reads high precision (`spread.HeldExperts`)."""
         return None
 
-    def prepare(self) -> Run:
+    def prepare(self, tokens: torch.Tensor, rows: int) -> Run:
         """Return what computes the experts (`spread.HeldExperts`)."""
         return self.run
 

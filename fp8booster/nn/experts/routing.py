@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fp8booster.kernels.expert_rows import count_choices, expert_rows
 from fp8booster.kernels.token_rows import gather_rows, sum_rows, sum_rows_backward
 from fp8booster.nn.linear.functional import linear_map, once_differentiable
 
@@ -28,13 +29,8 @@ class Routes(NamedTuple):
     @classmethod
     def of(cls, chosen: torch.Tensor, experts: int) -> Routes:
         """From the experts of each token, int64 [T, k], which are fewer than `experts`."""
-        keys = chosen.reshape(-1)
-        if experts <= torch.iinfo(torch.int16).max:
-            keys = keys.to(torch.int16)  # a GPU sorts them in two passes, not in eight
-        choices = keys.argsort(stable=True)
-        places = torch.empty_like(choices)
-        places.scatter_(0, choices, torch.arange(len(choices), dtype=torch.int64, device=choices.device))
-        return cls(choices.to(torch.int32), places.view(chosen.shape))
+        _, places, choices = expert_rows(chosen.reshape(-1).contiguous(), experts, padded=False)
+        return cls(choices, places.view(chosen.shape))
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -42,17 +38,16 @@ class Routes(NamedTuple):
         return self.choices.div(self.places.shape[1], rounding_mode="floor")
 
 
-def count_rows(chosen: torch.Tensor, experts: int, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return how many rows each expert gets; unlike `torch.bincount`, without making the host wait for a GPU.
+def count_rows(chosen: torch.Tensor, experts: int) -> torch.Tensor:
+    """Return how many rows each expert gets, int64; unlike `torch.bincount`, without making the host wait for a GPU.
 
     Args:
         chosen: integers [T, k].
         experts: of all ranks.
-        out: int64, of any shape and strides, for the experts in order; written, and returned. None: one is made.
     """
-    numbers = torch.arange(experts, dtype=chosen.dtype, device=chosen.device)
-    numbers = numbers if out is None else numbers.view(out.shape)
-    return torch.sum(chosen.reshape(-1, *[1] * numbers.dim()) == numbers, 0, out=out)
+    counts = chosen.new_empty(1, experts, dtype=torch.int64)
+    count_choices(chosen.reshape(-1).contiguous(), counts, experts)
+    return counts[0]
 
 
 def spread(tokens: torch.Tensor, routes: Routes) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from fp8booster.kernels.expert_rows import expert_rows
+from fp8booster.kernels.expert_rows import expert_rows, sent_rows
 from fp8booster.kernels.grouped_product import Groups
 
 
@@ -38,8 +38,9 @@ class RowLayout(NamedTuple):
 
     @classmethod
     def of_senders(cls, counts: torch.Tensor, tokens: int) -> RowLayout:
-        """Return the layout of tokens with one choice each; the arguments are those of `owners_of`."""
-        return cls.of_choices(owners_of(counts, tokens).unsqueeze(1), counts.shape[1])
+        """Return the layout of tokens with one choice each; the arguments are those of `sent_rows`."""
+        ends, places, choices = sent_rows(counts, tokens)
+        return cls(Groups(len(choices), ends), places.unsqueeze(1), choices)
 
     @property
     def of_token(self) -> int:
@@ -49,14 +50,3 @@ class RowLayout(NamedTuple):
     def by_choice(self) -> RowLayout:
         """Return the same rows as those of T k tokens with one choice each."""
         return self._replace(places=self.places.view(-1, 1))
-
-
-def owners_of(counts: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Return the expert of each token, int64 [T], of tokens that lie by sender, and of each sender by expert.
-
-    Args:
-        counts: int64 [senders, experts], tokens from each sender for each expert.
-        tokens: their number, T.
-    """
-    # the numbers of the counts, of which every sender has one for each expert; with their sum, so that nobody waits
-    return torch.repeat_interleave(counts.flatten(), output_size=tokens).remainder_(counts.shape[1])

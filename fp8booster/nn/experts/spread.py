@@ -20,11 +20,12 @@ import torch.distributed as dist
 
 from fp8booster.comm.cast_rows import send_cast_rows
 from fp8booster.comm.encoding import Encoding
-from fp8booster.kernels.scales import amax_of
+from fp8booster.kernels.cast import partial_amaxes
+from fp8booster.kernels.expert_rows import count_choices
 from fp8booster.nn.experts.dispatch import exchange_rows, send_rows
-from fp8booster.nn.experts.fp8_rows import FP8Rows, packed, received_rows, why_not_before_sending
+from fp8booster.nn.experts.fp8_rows import FP8Rows, nothing_of, packed, received_rows, why_not_before_sending
 from fp8booster.nn.experts.host_copy import HostCopy
-from fp8booster.nn.experts.routing import Routes, count_rows, spread, spread_bytes, sum_of_rows, weighted_sum
+from fp8booster.nn.experts.routing import Routes, spread, spread_bytes, sum_of_rows, weighted_sum
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.delivered import delivered_amax
 from fp8booster.scaling import INPUT
@@ -59,30 +60,40 @@ class HeldExperts(Protocol):
     def input_casts(self, tokens: torch.Tensor) -> Casts | None:
         """Return what casts the inputs of their first product; None: it reads 16 bits of these tokens."""
 
-    def prepare(self) -> Run:
-        """Look at the experts, which takes the host a while, and give what computes them, once."""
+    def prepare(self, tokens: torch.Tensor, rows: int) -> Run:
+        """Look at the experts, which takes the host a while, and give what computes them, once.
+
+        Args:
+            tokens: whose rows come later, of all ranks.
+            rows: of these tokens; about as many come.
+        """
 
 
 class _Loads(NamedTuple):
     """Rows for the experts, on their way to the host."""
 
-    by_receiver: HostCopy
-    """Those from this rank, [ranks, experts of each]."""
+    numbers: HostCopy
+    """[2, ranks, experts of each, and one or none]: rows from this rank for each expert; rows from each rank for those
+    here. Behind them bits of each rank's amax, or `_NO_CAST`; where none is, nothing is told."""
 
     by_sender: HostCopy
-    """Those for the experts of this one, [ranks, experts of this one]."""
+    """The rows for the experts here, [ranks, experts of this one]."""
 
-    told: HostCopy
-    """Bits of each rank's amax, or `_NO_CAST`, sent with its counts, [ranks, 1]; [ranks, 0]: nothing is sent."""
+    held: int
+    """Experts of this rank."""
 
     def amax(self) -> torch.Tensor:
         """Return the largest that ranks have told, float32 []."""
-        # the bits of numbers from zero to infinity, and NaN, have the order of the numbers
-        return self.told.on_device.amax().to(torch.int32).view(torch.float32)
+        # the bits of numbers from zero to infinity, and NaN, have the order of the numbers; of 64 they are the lower 32
+        return self.numbers.on_device[1, :, self.held].amax(0, keepdim=True).view(torch.float32)[0]
 
     def all_cast(self) -> bool:
         """Tell whether all ranks cast their tokens, where this one does; the host waits."""
-        return all(number != _NO_CAST for told in self.told.tolist() for number in told)
+        return _NO_CAST not in [rank[self.held] for rank in self.numbers.tolist()[1]]
+
+    def sizes(self) -> _Sizes:
+        """Wait for the sizes of messages, which all-to-all with uneven splits needs."""
+        return _Sizes(*([sum(rank[: self.held]) for rank in of_all] for of_all in self.numbers.tolist()))
 
 
 _NO_CAST = -1
@@ -96,6 +107,9 @@ class _Cast(NamedTuple):
     matrix: QuantizedMatrix
     rows: torch.Tensor
     """[T k, B], bytes of rows as they are sent."""
+
+    nothing: torch.Tensor
+    """`fp8_rows.nothing_of` the tokens, which takes a launch."""
 
     amax: torch.Tensor | None
     """Float32 [], by which all values are scaled; None: rows have scales of their own."""
@@ -177,15 +191,15 @@ class Spread:
             [T, H] of the tokens' dtype.
         """
         casts = self._casts_before_sending(experts.input_casts(tokens))
-        loads = self._loads(chosen, None if casts is None else _told_of(tokens, casts))
+        loads = self._loads(chosen, tokens, casts)
         # the host waits for the loads alone: this is queued behind them, and keeps the GPU busy when the host goes on
         routes = Routes.of(chosen, self.experts)
         cast = None if casts is None else _cast(tokens, casts, loads, routes)
         rows = spread(tokens, routes) if cast is None else None
         added = None if beside is None else beside()
         # what takes the host alone comes before it waits, as GPUs and other ranks are busy until then
-        run = experts.prepare()
-        sizes = _sizes(loads)
+        run = experts.prepare(tokens, len(routes.choices))
+        sizes = loads.sizes()
         arrived: Rows
         if cast is not None and loads.all_cast():
             arrived = self._send_cast(tokens, cast, routes, sizes)
@@ -208,18 +222,19 @@ class Spread:
         self.way = AS_CAST if why_not is None else _ENCODED.format(why_not)
         return casts if why_not is None else None
 
-    def _loads(self, chosen: torch.Tensor, told: torch.Tensor | None) -> _Loads:
-        """Begin to tell the ranks how many rows go from each of them to each expert, and a number besides."""
+    def _loads(self, chosen: torch.Tensor, tokens: torch.Tensor, casts: Casts | None) -> _Loads:
+        """Begin to tell the ranks how many rows go from each of them to each expert, and what casts the tokens need."""
         tells = self.encoding is not None
         numbers = chosen.new_empty(2, self.ranks, self.held + tells, dtype=torch.int64)
         counts, arriving = numbers
-        count_rows(chosen, self.experts, out=counts[:, : self.held])
-        if tells:
-            counts[:, self.held] = _NO_CAST if told is None else told
+        amaxes = _amaxes_of(tokens) if casts is not None and casts.scaling.granularity == "tensorwise" else None
+        count_choices(chosen.reshape(-1).contiguous(), counts, self.held, amaxes)
+        if tells and amaxes is None:  # rows that are cast have scales of their own
+            counts[:, self.held] = _NO_CAST if casts is None else 0
         # counts go ahead of the tokens: a rank must know how many rows it receives before it makes room
         dist.all_to_all_single(arriving, counts, group=self.group)
-        copy, held = HostCopy(numbers), slice(self.held)
-        return _Loads(copy.part(0, held), copy.part(1, held), copy.part(1, slice(self.held, None)))
+        copy = HostCopy(numbers)
+        return _Loads(copy, copy.part(1, slice(self.held)), self.held)
 
     def _send_cast(self, tokens: torch.Tensor, cast: _Cast, routes: Routes, sizes: _Sizes) -> FP8Rows:
         """Send rows of tokens that were cast to their experts, and return those that come here."""
@@ -231,7 +246,7 @@ class Spread:
             rows = send_rows(gradient, sizes.received, sizes.sent, self.group, self.encoding)
             return sum_of_rows(rows, routes)
 
-        return received_rows(tokens, message, cast.matrix, sum(sizes.received), cast.amax, back)
+        return received_rows(tokens, message, cast.matrix, cast.nothing, sum(sizes.received), cast.amax, back)
 
     def _at_experts(self, rows: Rows, loads: _Loads, run: Run) -> torch.Tensor:
         """Return what this rank's experts make of rows, [R, H]."""
@@ -239,18 +254,12 @@ class Spread:
         return run(rows, loads.by_sender, 1 / self.ranks)
 
 
-def _sizes(loads: _Loads) -> _Sizes:
-    """Wait for the sizes of messages, which all-to-all with uneven splits needs."""
-    return _Sizes(*([sum(rank) for rank in each.tolist()] for each in (loads.by_receiver, loads.by_sender)))
-
-
-def _told_of(tokens: torch.Tensor, casts: Casts) -> torch.Tensor:
-    """Return what a rank tells the others of its tokens, which `casts` are to cast: integers []."""
-    if casts.scaling.granularity != "tensorwise":  # each row has scales of its own
-        return tokens.new_zeros((), dtype=torch.int32)
-    amax = delivered_amax(tokens)
-    amax = amax_of(tokens) if amax is None else amax.max()
-    return amax.abs().view(torch.int32)  # of zero and NaN too without a sign
+def _amaxes_of(tokens: torch.Tensor) -> torch.Tensor:
+    """Return float32, the largest of which is the amax of tokens."""
+    if not len(tokens):  # kernels are not launched over nothing
+        return tokens.new_zeros(1, dtype=torch.float32)
+    amaxes = delivered_amax(tokens)
+    return (partial_amaxes(tokens.detach()) if amaxes is None else amaxes).view(-1)
 
 
 def _cast(tokens: torch.Tensor, casts: Casts, loads: _Loads, routes: Routes) -> _Cast:
@@ -259,4 +268,4 @@ def _cast(tokens: torch.Tensor, casts: Casts, loads: _Loads, routes: Routes) -> 
     # kernels are not launched over nothing
     filled = tokens if len(tokens) else tokens.new_zeros(1, tokens.shape[1])
     matrix = casts.quantize(INPUT, filled, amax=amax)
-    return _Cast(casts, matrix, spread_bytes(packed(matrix), routes), amax)
+    return _Cast(casts, matrix, spread_bytes(packed(matrix), routes), nothing_of(tokens, tokens.dtype), amax)

@@ -25,7 +25,6 @@ from fp8booster.nn.experts.grouped_linear import GroupedWeight, Products, cast_e
 from fp8booster.nn.experts.row_layout import RowLayout
 from fp8booster.nn.linear.speed_model import computes_in_fp8
 from fp8booster.nn.weights.casting import Casts
-from fp8booster.nn.weights.engine import all_filled
 from fp8booster.nn.weights.freshness import FreshCopy
 from fp8booster.nn.weights.resharded import ReshardedWeight
 from fp8booster.nn.weights.source import BackwardWeight, WeightSource
@@ -146,7 +145,9 @@ class StackCopy:
         """Return the copy that is held, fresh or not."""
         return self._copy.made if self._views is None else self._views[1]
 
-    def get(self, stack: Stack, experts: int, casts: Casts, provided: bool) -> GroupedWeight:
+    def get(
+        self, stack: Stack, experts: int, casts: Casts, provided: bool, filled: list[QuantizedMatrix] | None = None
+    ) -> GroupedWeight:
         """Return the FP8 weights.
 
         Args:
@@ -154,15 +155,18 @@ class StackCopy:
             experts: how many.
             casts: of the layers as one.
             provided: an engine gives their FP8 weights.
+            filled: these, where they are known already.
         """
         if torch.is_inference_mode_enabled():
             # what is cast here may be read by a forward that autograd sees
             with torch.inference_mode(False), torch.no_grad():
-                return self._get(stack, experts, casts, provided)
-        return self._get(stack, experts, casts, provided)
+                return self._get(stack, experts, casts, provided, filled)
+        return self._get(stack, experts, casts, provided, filled)
 
-    def _get(self, stack: Stack, experts: int, casts: Casts, provided: bool) -> GroupedWeight:
-        weights, parts = stack.weights, _provided(stack, casts) if provided else None
+    def _get(
+        self, stack: Stack, experts: int, casts: Casts, provided: bool, filled: list[QuantizedMatrix] | None
+    ) -> GroupedWeight:
+        weights, parts = stack.weights, (filled or _provided(stack, casts)) if provided else None
         if self._views is not None:
             # an engine writes the weights of each step to the same memory
             if parts is not None and all(map(is_, parts, self._views[0])):
@@ -184,12 +188,8 @@ class StackCopy:
 
 
 def _provided(stack: Stack, casts: Casts) -> list[QuantizedMatrix]:
-    """Return the FP8 matrix of each weight that an engine provides."""
-    sources, weights = list(map(_SOURCE, stack.layers)), stack.weights
-    filled = all_filled(sources, weights)
-    if filled is not None:
-        return filled
-    pairs = zip(sources, weights, strict=True)
+    """Return the FP8 matrix of each weight that an engine provides, asking for each."""
+    pairs = zip(map(_SOURCE, stack.layers), stack.weights, strict=True)
     return [source.forward([weight], casts, transpose=False) for source, weight in pairs]
 
 
@@ -257,17 +257,20 @@ class StackedLayers:
         stack: by expert, as many layers of each.
         casts: of the layers as one.
         quantized: gives their FP8 weights, and what gives backward the transpose; None: these hold it.
-        factors: multiply the gradients of the weights, and not those of x: a number or float32 [G].
     """
 
+    factors: torch.Tensor | float = 1.0
+    """Multiply the gradients of the weights, and not those of x: a number or float32 [G]."""
+
     def __init__(
-        self,
-        stack: Stack,
-        casts: Casts,
-        quantized: Callable[[], tuple[GroupedWeight, BackwardWeight | None]],
-        factors: torch.Tensor | float,
+        self, stack: Stack, casts: Casts, quantized: Callable[[], tuple[GroupedWeight, BackwardWeight | None]]
     ) -> None:
-        self._stack, self._casts, self._quantized, self._factors = stack, casts, quantized, factors
+        self._stack, self._casts, self._quantized = stack, casts, quantized
+
+    def look_up(self) -> None:
+        """Get the FP8 weights before they are multiplied."""
+        found = self._quantized()
+        self._quantized = lambda: found
 
     def product(
         self,
@@ -279,7 +282,7 @@ class StackedLayers:
     ) -> torch.Tensor:
         """As `WeightStack.product`."""
         w, backward_weight = self._quantized()
-        how = Products(groups, self._casts, self._factors, backward_weight, reads=reads, sums=sums)
+        how = Products(groups, self._casts, self.factors, backward_weight, reads=reads, sums=sums)
         return grouped_linear(x, self._stack.weights, w, how)
 
 

@@ -154,7 +154,8 @@ def test_experts_are_told_which_rows_are_whose() -> None:
         told.append((len(rows), counts.tolist(), factor))
         return 2 * rows
 
-    def prepare() -> Run:
+    def prepare(tokens: torch.Tensor, rows: int) -> Run:
+        assert rows == chosen.numel()
         assert not waits.called  # a look at experts takes the host a while
         return run
 

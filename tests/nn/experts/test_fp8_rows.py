@@ -9,15 +9,18 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from fp8booster import FP8Config, comm, convert_to_fp8
 from fp8booster.comm import Encoding
 from fp8booster.comm.encoding import DEFAULT
 from fp8booster.nn.experts import grouped_linear
-from fp8booster.nn.experts.fp8_rows import FP8Rows, packed, received_rows, with_amax
+from fp8booster.nn.experts.fp8_rows import FP8Rows, nothing_of, packed, received_rows, with_amax
+from fp8booster.nn.experts.grouped import GroupedExperts
 from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.experts.parallel import blocks_to_spread, spread_experts
 from fp8booster.nn.experts.spread import AS_CAST, IN_16_BITS, Spread
+from fp8booster.nn.experts.stack import StackedLayers
 from fp8booster.nn.held_casts import held_casts
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.scaling import INPUT, Constant, Delayed, RealTime
@@ -292,6 +295,32 @@ def test_what_is_added_is_queued_before_the_host_waits() -> None:
         assert torch.equal(added, mix(block, x, *choice) + 1)
 
 
+@ranks(2)
+@pytest.mark.parametrize("rows_that_run_as_one", [0, 10**6])
+def test_weights_that_will_be_multiplied_are_looked_up_before_the_host_waits(rows_that_run_as_one: int) -> None:
+    block = block_of(config_of(), 2)
+    if not isinstance(block.experts, nn.ModuleList):
+        pytest.skip("one parameter gives its FP8 copy when it is multiplied")
+    looked, look_up = [], StackedLayers.look_up
+
+    def seen(layers: StackedLayers) -> None:
+        looked.append(waits.called)
+        look_up(layers)
+
+    def too_few(self: GroupedExperts, look: Any, rows: float) -> str | None:
+        return "too few" if rows < rows_that_run_as_one else None
+
+    with (
+        mock.patch.object(HostCopy, "tolist", autospec=True, side_effect=HostCopy.tolist) as waits,
+        mock.patch.object(StackedLayers, "look_up", seen),
+        mock.patch.object(GroupedExperts, "_why_slower", too_few),
+        torch.no_grad(),
+    ):
+        mix(block, *call_of(dist.get_rank()))
+    assert looked == ([] if rows_that_run_as_one else [False])
+    assert block.fp8_grouped_experts.why_one_by_one == ("too few" if rows_that_run_as_one else None)
+
+
 @pytest.mark.parametrize("granularity", ["tensorwise", "rowwise", "blockwise"])
 @pytest.mark.parametrize("features", [40, 128, 300])
 def test_rows_keep_their_scales_on_the_way(granularity: str, features: int) -> None:
@@ -300,7 +329,7 @@ def test_rows_keep_their_scales_on_the_way(granularity: str, features: int) -> N
     cast = scaling.cast(INPUT, tokens, torch.float8_e4m3fn)
     order = torch.randperm(37)
     message = packed(cast).view(torch.uint8)[order].view(torch.float8_e4m3fn)
-    rows = received_rows(tokens, message, cast, 37, None, lambda gradient: gradient)
+    rows = received_rows(tokens, message, cast, nothing_of(tokens, tokens.dtype), 37, None, lambda gradient: gradient)
     assert torch.equal(rows.values(), cast.dequantize(37, features).bfloat16()[order])
 
 
@@ -322,7 +351,9 @@ def test_values_are_cast_to_the_bytes_that_they_came_from(power_of_two: bool) ->
 def test_a_gradient_comes_in_the_dtype_of_the_tokens() -> None:
     tokens = torch.randn(3, 16, requires_grad=True)
     cast = RealTime().cast(INPUT, tokens.detach(), torch.float8_e4m3fn)
-    arrived = received_rows(tokens, packed(cast), cast, 3, None, lambda gradient: 2 * gradient)
+    arrived = received_rows(
+        tokens, packed(cast), cast, nothing_of(tokens, tokens.dtype), 3, None, lambda gradient: 2 * gradient
+    )
     rows, held = arrived.to(torch.bfloat16), weakref.ref(arrived)
     assert rows.handle.dtype is torch.bfloat16
     assert rows.handle.isnan().all()
