@@ -164,11 +164,11 @@ class _GroupedLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         for_input, for_weight = ctx.needs_input_grad[0], any(ctx.needs_input_grad[4:])
         late = not w.transpose.numel()
+        save_w = for_input and how.backward_weight is None
         ctx.save_for_backward(
             (x.transpose if how.reads is None else x.data) if for_weight else None,
             x.inverse_scale,
-            (w.data if late else w.transpose) if for_input and how.backward_weight is None else None,
-            w.inverse_scales,
+            *(((w.data if late else w.transpose), w.inverse_scales) if save_w else (None, None)),
         )
         ctx.how, ctx.late, ctx.for_input, ctx.is_transposed = how, late, for_input, w.is_transposed
         ctx.count, ctx.shape = len(weights), weights[0].shape
@@ -199,7 +199,9 @@ class _GroupedLinear(torch.autograd.Function):
         dw: Sequence[torch.Tensor | None] = (None,) * ctx.count
         if for_input:
             if how.backward_weight is not None:
-                w8, _ = how.backward_weight()
+                # its scale too: where an engine gathers again, forward's may be another's by now
+                w8, scale = how.backward_weight()
+                w_inverse_scales = scale.view(1, 1)
             elif ctx.late:
                 w8 = transposed(w8)
             transposes = _by_expert(w8, len(groups.ends), ctx.is_transposed)
