@@ -160,6 +160,26 @@ def agreements() -> dict[str, Any]:
     return found
 
 
+def by_hand() -> list[float]:
+    """Inverse scales of a weight in forward and in backward, of a layer that was gathered by hand after an edit."""
+    model = fully_shard(build())
+    layer = model.model.layers[0]
+    scales: list[float] = []
+
+    def note(*_: Any) -> None:
+        scales.append(layer.mlp.down_proj.fp8_weight.held.inverse_scale.item())
+
+    model(input_ids=ids(), labels=ids()).loss.backward()
+    with torch.no_grad():
+        for weight in layer.parameters():
+            weight.mul_(3)
+    layer.mlp.register_forward_hook(note)
+    layer.mlp.register_full_backward_pre_hook(note)
+    layer.unshard()
+    model(input_ids=ids(), labels=ids()).loss.backward()
+    return scales
+
+
 def checkpoints(folder: str) -> dict[str, Any]:
     """Save with DCP, load into another model, and gather the whole state."""
     model = fully_shard(build(dtype=FP32))
@@ -332,6 +352,7 @@ def everything(folder: str) -> dict[str, Any]:
         "memory": memory(),
         "edits": edits(),
         "agreements": agreements(),
+        "by hand": by_hand(),
         "checkpoints": checkpoints(folder),
         "readers": readers(),
         "micro-batches": micro_batches(),
@@ -398,6 +419,12 @@ def test_ranks_agree_once_a_forward_or_for_a_layer_that_runs_by_itself(ranks: li
             error, reduced = found[when]
             assert reduced == [7]
             assert error < 0.12  # by the scales of before, weights three times as large would saturate
+
+
+def test_backward_has_the_scales_of_a_forward_that_was_gathered_by_hand(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        in_forward, in_backward = rank["by hand"]
+        assert in_forward == in_backward
 
 
 def test_checkpoints_have_the_exact_weights_under_the_names_of_the_model(ranks: list[dict[str, Any]]) -> None:

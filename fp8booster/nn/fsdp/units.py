@@ -120,7 +120,7 @@ class FP8Unit:
         self.params = [place.param for place in self.places]
         self._sharded: ShardedCast | None = None
         self._for_forward: _Amaxes | None = None  # of all units, for the next gather of a forward
-        self._for_backward: _Amaxes | None = None  # by which the last forward gathered
+        self._for_backward: _Amaxes | None = None  # by which it was gathered last
         self._messages: dict[FP8FSDPParam, Tensor] = {}
         self._inverse_scales: Tensor | None = None
         self._memory: dict[ScaleGroup, Tensor] = {}
@@ -177,7 +177,9 @@ class FP8Unit:
             known = _Amaxes(cast(ShardedCast, self._sharded).agree(shards, self._group), None)
             self.uncounted += known.values.nbytes
         if state is TrainingState.FORWARD:
-            self._for_forward, self._for_backward = None, known
+            self._for_forward = None
+        # also of a unit that is gathered by hand, whose forward then gathers nothing
+        self._for_backward = known
         if known.ready is not None:  # found on another stream than that which casts
             stream = torch.cuda.current_stream(known.values.device)
             known.ready.wait(stream)
