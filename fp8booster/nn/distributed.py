@@ -22,6 +22,7 @@ from fp8booster.comm.fsdp import compress_fsdp
 from fp8booster.comm.threshold import use_links
 from fp8booster.config import FP8Config, config_or_default
 from fp8booster.nn.convert import convert_to_fp8
+from fp8booster.nn.fsdp.bookkeeping import MovingFSDPParam
 from fp8booster.nn.fsdp.handle import hold_head, keep_no_weights, merged_by_unit
 from fp8booster.nn.fsdp.units import fsdp_units, gather_in_fp8, params_of, why_not_gathered
 from fp8booster.nn.fuse import fuse
@@ -30,7 +31,7 @@ from fp8booster.nn.fused.decoder import FusedDecoderLayer
 from fp8booster.nn.graphs import capture_layers
 from fp8booster.nn.linear.frozen import FrozenLayer
 from fp8booster.nn.linear.layer import FP8Layer
-from fp8booster.nn.modules import repeated_layers, require_module, vocabulary_heads
+from fp8booster.nn.modules import change_class, repeated_layers, require_module, vocabulary_heads
 
 BUCKET_MB = 64
 """Of DDP's buckets: inside a node, messages under 64 MiB are faster uncompressed (`comm.threshold`), and DDP closes a
@@ -115,6 +116,7 @@ def follow_fsdp2(model: nn.Module, messages: Encoding | None, *, stay: Collectio
             state = cast(FSDPModule, unit)._get_fsdp_state()
             state._mp_policy = replace(state._mp_policy, cast_forward_inputs=False)
         for param in params_of(unit):
+            change_class(param, MovingFSDPParam)
             for module in (param._module_info.module, *param._module_info.shared_modules):
                 unit_of[module] = unit
     keep_no_weights(unit_of)

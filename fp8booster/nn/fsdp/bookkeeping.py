@@ -30,8 +30,22 @@ class Unit(Protocol):
     def forget(self, param: FP8FSDPParam) -> bool: ...
 
 
-class FP8FSDPParam(FSDPParam):
+class MovingFSDPParam(FSDPParam):
+    """The bookkeeping of a parameter that may lie elsewhere in backward than in forward."""
+
+    stays = False
+
+    def init_unsharded_param(self) -> None:
+        """Make the parameter, and note on it whether CUDA graphs find it."""
+        super().init_unsharded_param()
+        vars(self._unsharded_param)["stays"] = self.stays
+
+
+class FP8FSDPParam(MovingFSDPParam):
     """The bookkeeping of an FP8 layer's weight that is gathered in FP8."""
+
+    stays = True
+    """It has no values: what its layer multiplies by tells of itself whether that stays."""
 
     fp8_unit: Unit
     fp8_message: _Message
@@ -102,8 +116,10 @@ class FP8FSDPParam(FSDPParam):
             self._unsharded_param.data = nothing.expand(self._orig_size)
 
 
-class StayingFSDPParam(FSDPParam):
+class StayingFSDPParam(MovingFSDPParam):
     """The bookkeeping of a small parameter beside weights that are gathered in FP8, whose memory stays."""
+
+    stays = True
 
     def free_unsharded_param(self) -> None:
         """Keep the memory, where CUDA graphs find what is gathered next."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from fp8booster.nn.graphs.recorder import Recorder
 from fp8booster.nn.graphs.static_call import CONSTANTS
@@ -76,6 +77,8 @@ class Held:
             if module is not layer and is_looked_at(module):  # the layer's own hooks run around its forward
                 return "hooks of a module inside must run"
         for each in self._parameters:
+            if not getattr(each, "stays", not isinstance(layer, FSDPModule)):
+                return "a weight is gathered elsewhere each time"
             if not _is_plain(each):
                 return f"a weight is a {type(each).__name__}"
             if record_on(each.device) is None:

@@ -27,7 +27,7 @@ from fp8booster.nn.graphs.pair import Freed, GraphPair, Moved
 from fp8booster.nn.graphs.recorder import Memory, Recorder
 from fp8booster.nn.graphs.static_call import Unsupported, flatten
 from fp8booster.nn.graphs.units import most_reads, why_eager
-from fp8booster.nn.weights.pinned import Use, collected_uses
+from fp8booster.nn.weights.pinned import Use, collected, collected_uses
 from fp8booster.scaling.steps import optimizer_steps
 
 WARM_UP = 3
@@ -352,6 +352,8 @@ def _warm_up(
         if end is not None:
             kind.gpu_seconds.append(end())
         kind.draws |= random_state(device) != drawn
+    if collected.values_were_read:
+        kind.why_not = "it reads values of weights that are gathered in FP8 alone"
     if record is not None:
         kind.kept, kind.passing = (now - then for now, then in zip(record.allocated(), allocated, strict=True))
     kind.uses = list({(id(use.source), use.transpose): use for use in uses}.values())

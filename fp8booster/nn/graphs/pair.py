@@ -269,7 +269,8 @@ class GraphPair:
             self._aside = [(place, place.clone()) for place in places]
 
     def _versions(self) -> list[Any]:
-        return [each._version for each in self._read] + [pinned.version() for pinned in self._pinned]
+        read = [(each._version, each.data_ptr()) for each in self._read]
+        return [*read, *(pinned.version() for pinned in self._pinned)]
 
 
 def _address(tensor: Tensor) -> int:

@@ -85,17 +85,19 @@ class _Thread(threading.local):
     """The state of a thread: others may run other layers, or the same in evaluation."""
 
     uses: list[Use] | None = None
+    values_were_read = False
 
 
 collected = _Thread()
-"""Of this thread: sources that are asked append to `uses`; None where nobody collects."""
+"""Of this thread: sources that are asked append to `uses`; None where nobody collects. One that lays values in 16 bits
+elsewhere each time tells that they were read."""
 
 
 @contextmanager
 def collected_uses() -> Iterator[list[Use]]:
     """Yield the list of what sources are asked inside, by this thread, each once."""
     uses: list[Use] = []
-    collected.uses = uses
+    collected.uses, collected.values_were_read = uses, False
     try:
         yield uses
     finally:

@@ -45,6 +45,7 @@ class ReshardedWeight(WeightSource):
     def keep_values(self) -> None:
         """As `WeightSource.keep_values`; they are gone with what was gathered."""
         if self._restore is not None:
+            collected.values_were_read = True
             self._restore()
 
     def forward(self, weights: Sequence[torch.Tensor], casts: Casts, *, transpose: bool) -> QuantizedMatrix:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard as shard_by_torch
 
-from fp8booster import FP8Config, fully_shard
+from fp8booster import FP8Config, convert_to_fp8, fully_shard, fuse
+from fp8booster.nn.fsdp import units
 from fp8booster.nn.fsdp.bookkeeping import FP8FSDPParam
 from fp8booster.nn.fsdp.units import fsdp_units, params_of
 from fp8booster.nn.graphs import captured_layers, free_graphs, layer, recorder
@@ -23,6 +26,8 @@ from tests.nn.graphs.rerun import Rerun
 LAYERS = 3
 STEPS = WARM_UP + 2
 OWN = "its FP8 weights have no memory of their own"
+READS = "it reads values of weights that are gathered in FP8 alone"
+MOVES = "a weight is gathered elsewhere each time"
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "biases": {"family": "qwen2"},
@@ -72,6 +77,11 @@ def trained(model: nn.Module, device: torch.device, micro_batches: int = 1, held
     return found
 
 
+def outcome(models: list[nn.Module], device: torch.device) -> dict[str, Any]:
+    """Train a model without graphs and one with them."""
+    return {"trained": [trained(model, device) for model in models], "captured": dict(captured_layers(models[1]))}
+
+
 def by_hand(device: torch.device) -> dict[str, Any]:
     """Gather all layers at once between two runs, and then one during the backward of another."""
     models = [sharded(device, graphs) for graphs in (False, True)]
@@ -80,11 +90,7 @@ def by_hand(device: torch.device) -> dict[str, Any]:
         for act in ("unshard", "reshard"):
             for unit in model.model.layers:
                 getattr(unit, act)()
-    found: dict[str, Any] = {
-        "trained": [trained(model, device) for model in models],
-        "captured": dict(captured_layers(models[1])),
-        "places": places(models[1]),
-    }
+    found = outcome(models, device) | {"places": places(models[1])}
     model = sharded(device, True)
     trained(model, device)
     try:
@@ -92,6 +98,37 @@ def by_hand(device: torch.device) -> dict[str, Any]:
     except RuntimeError as error:
         found["held"] = str(error)
     return found
+
+
+def readers(device: torch.device) -> dict[str, Any]:
+    """Let layers read a weight themselves, as DoRA does."""
+    models = [sharded(device, graphs) for graphs in (False, True)]
+    for model in models:
+        for each in model.model.layers:
+            mlp = each.mlp
+
+            def forward(x: torch.Tensor, mlp: nn.Module = mlp, product: Any = mlp.forward) -> torch.Tensor:
+                return product(x) / mlp.down_proj.weight.float().norm().to(x.dtype)
+
+            mlp.forward = forward
+    return outcome(models, device)
+
+
+def moving(device: torch.device, by_torch: bool) -> dict[str, Any]:
+    """Leave a large weight of each layer in 16 bits, or let torch shard the model."""
+    models = []
+    for graphs in (False, True):
+        model = build(num_hidden_layers=LAYERS).to(device)
+        layers = {} if by_torch else {"layers": lambda name, _: "down_proj" not in name and "head" not in name}
+        config = FP8Config(always=True, cuda_graphs=graphs, **layers)
+        if by_torch:
+            fuse(convert_to_fp8(model, config))
+            for unit in (*model.model.layers, model):
+                shard_by_torch(unit)
+        else:
+            fully_shard(model, config)
+        models.append(model)
+    return outcome(models, device)
 
 
 def everything(kind: str) -> dict[str, Any]:
@@ -110,17 +147,17 @@ def everything(kind: str) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for name, how in CASES.items():
             models = [sharded(device, graphs, **how) for graphs in (False, True)]
-            found[name] = {
-                "trained": [trained(model, device) for model in models],
-                "captured": dict(captured_layers(models[1])),
-                "places": places(models[1]),
-            }
+            found[name] = outcome(models, device) | {"places": places(models[1])}
         found["micro-batches"] = {
             "trained": [trained(model, device, micro_batches=2) for model in models],
             "captured": dict(captured_layers(models[1])),
         }
         found["by hand"] = by_hand(device)
         found["copied"] = copied
+        found["readers"] = readers(device)
+        found["experts"] = outcome([sharded(device, graphs, "mixtral") for graphs in (False, True)], device)
+        patch.setattr(units, "_SMALL", 100)
+        found["moving"], found["by torch"] = (moving(device, by_torch) for by_torch in (False, True))
     return found
 
 
@@ -165,6 +202,21 @@ def test_no_rank_keeps_places_for_the_gradients_of_whole_layers(ranks: list[dict
 def test_what_is_gathered_by_hand_leaves_its_place_and_is_never_taken_for_another(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         check_by_hand(rank["by hand"])
+
+
+@pytest.mark.parametrize(("case", "reason"), [("readers", READS), ("moving", MOVES), ("by torch", MOVES)])
+def test_a_layer_that_reads_what_a_graph_would_not_find_runs_without(ranks: list[Any], case: str, reason: str) -> None:
+    for rank in ranks:
+        eager, others = rank[case]["trained"]
+        assert not any(math.isnan(each) for each in eager)
+        assert eager == others
+        assert rank[case]["captured"] == {reason: LAYERS}
+
+
+def test_experts_go_backward_after_other_layers_were_gathered_in_their_place(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        eager, replayed = rank["experts"]["trained"]
+        assert eager == replayed
 
 
 def over_nccl() -> dict[str, Any]:
