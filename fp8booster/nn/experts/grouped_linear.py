@@ -99,7 +99,8 @@ class Products(NamedTuple):
     """Multiply the gradients of the weights, not of the input: a number or float32 [G]."""
 
     backward_weight: BackwardWeight | None = None
-    """Backward asks it for the transpose of the weights, and holds none itself."""
+    """Backward asks it for the transpose of the weights, and for their inverse scales, float32 [], or as
+    `GroupedWeight` has them; it holds none itself."""
 
     reads: RowLayout | None = None
     """Rows are laid out of tokens by this; None: they lie as the product reads them."""
@@ -201,7 +202,7 @@ class _GroupedLinear(torch.autograd.Function):
             if how.backward_weight is not None:
                 # its scale too: where an engine gathers again, forward's may be another's by now
                 w8, scale = how.backward_weight()
-                w_inverse_scales = scale.view(1, 1)
+                w_inverse_scales = scale.view(1, 1) if scale.dim() == 0 else scale
             elif ctx.late:
                 w8 = transposed(w8)
             transposes = _by_expert(w8, len(groups.ends), ctx.is_transposed)
