@@ -241,8 +241,9 @@ class FP8Unit:
 
     @cached_property
     def _to_fill(self) -> list[tuple[ReshardedWeight, QuantizedMatrix, int]]:
-        """What each source of weights is filled with, but for its scale, and the number of that; all of it lies in the
-        memory that is gathered into, whichever the gather.
+        """Return what each source of weights is filled with at every gather, but for its scale, and the number of that.
+
+        All of it lies in the memory that is gathered into.
         """
         to_fill: list[tuple[ReshardedWeight, QuantizedMatrix, int]] = []
         for place in self.places:
