@@ -337,7 +337,7 @@ class ChunkWeight(ReshardedWeight):
         return super().forward(weights, casts, transpose=transpose)
 
     def held_in_backward(self) -> Callable[[], QuantizedMatrix | None]:
-        """As `ReshardedWeight.held_in_backward`; the getter raises RuntimeError where weights have changed since."""
+        """Return a getter of `held` for backward, which raises RuntimeError where weights have changed since."""
         changes = self._chunk.changes
 
         def held() -> QuantizedMatrix | None:

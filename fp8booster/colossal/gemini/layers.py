@@ -121,7 +121,7 @@ class GatheredGroupedExperts(GroupedExperts):
     gathers = True
 
     def mix(self, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
-        """As `GroupedExperts.mix`."""
+        """Mix as `GroupedExperts` does, and read no parameter by looking at it."""
         with torch._C.DisableTorchFunction():  # to look at a parameter is to read it, for Gemini
             return super().mix(tokens, chosen, weights)
 

@@ -69,14 +69,14 @@ class _Looked(NamedTuple):
     """An engine gives their FP8 weights."""
 
     filled: list[QuantizedMatrix] | None
-    """As `Look.filled`."""
+    """What `Look.filled` gives."""
 
     why_not: str | None
     """Why they do not run as one, however many the tokens."""
 
 
 class _Layers(NamedTuple):
-    """What computes experts as one, for one call."""
+    """Computes experts as one, for one call."""
 
     up: StackedLayers
     down: StackedLayers
@@ -251,33 +251,18 @@ class GroupedExperts:
         weight_gradient_factors: Sequence[float] | torch.Tensor | None,
         weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        compute = partial(self._products, looked, layers, tokens, layout, weight_gradient_factors, weights)
+        def compute() -> torch.Tensor:
+            up, down, saving = layers or self._layers(looked, tokens)
+            up.factors = down.factors = _joined(weight_gradient_factors, shown_as(tokens).device)
+            of_rows = None if weights is None else RowWeights(weights.contiguous(), layout.choices)
+            activation = partial(activate, gated=True, saving=saving, weights=of_rows)
+            return run_stacks(tokens.to(torch.bfloat16), layout, up, activation, down, layout)
+
         return self._gathered(looked.look, compute)
 
     def _gathered(self, look: Look, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Return what `compute` makes of the layers' weights, where these have their values."""
         return compute()
-
-    def _products(
-        self,
-        looked: _Looked,
-        layers: _Layers | None,
-        tokens: torch.Tensor | FP8Rows,
-        layout: RowLayout,
-        weight_gradient_factors: Sequence[float] | torch.Tensor | None,
-        weights: torch.Tensor | None,
-    ) -> torch.Tensor:
-        up, down, saving = layers or self._layers(looked, tokens)
-        up.factors = down.factors = _joined(weight_gradient_factors, shown_as(tokens).device)
-        of_rows = None if weights is None else RowWeights(weights.contiguous(), layout.choices)
-        return run_stacks(
-            tokens.to(torch.bfloat16),
-            layout,
-            up,
-            partial(activate, gated=True, saving=saving, weights=of_rows),
-            down,
-            layout,
-        )
 
     def input_casts(self, config: FP8Config) -> Casts:
         """Return what casts the inputs of gate and up in training, whose configuration is given."""

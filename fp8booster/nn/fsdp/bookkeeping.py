@@ -20,7 +20,7 @@ from fp8booster.tensor import QuantizedMatrix
 
 
 class Unit(Protocol):
-    """What `fsdp.units.FP8Unit` is for the bookkeeping of its parameters; each method says there what it does."""
+    """Tells what the bookkeeping asks of `fsdp.units.FP8Unit`, where each method says what it does."""
 
     def message_of(self, param: FP8FSDPParam) -> Tensor: ...
     def memory_of(self, param: FP8FSDPParam) -> Tensor: ...
@@ -132,16 +132,15 @@ class _Message:
         param: the bookkeeping of the parameter.
     """
 
+    fsdp_pre_all_gather = None
+    """FSDP2 asks whether it is there, and `FP8FSDPParam.all_gather_inputs` what it would give."""
+
     def __init__(self, param: FP8FSDPParam) -> None:
         self._param = param
 
     def size(self) -> torch.Size:
         """Return the shape of the rows."""
         return self._param.shard.size()
-
-    def fsdp_pre_all_gather(self, *_: Any) -> None:
-        """Raise: `FP8FSDPParam.all_gather_inputs` answers for it."""
-        raise NotImplementedError("the bookkeeping of this parameter says what is gathered")
 
     def fsdp_post_all_gather(self, gathered: Any, metadata: Any, dtype: torch.dtype) -> tuple[Tensor, tuple]:
         """Return what the parameter is made of at first, which is freed then."""

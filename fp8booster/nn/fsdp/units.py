@@ -280,7 +280,7 @@ class FP8Unit:
 
 
 class _Amaxes(NamedTuple):
-    """What the weights of a unit are cast by."""
+    """Holds what the weights of a unit are cast by."""
 
     values: Tensor  # float32 [weights]
     ready: torch.cuda.Event | None  # when they were found on another stream than that which casts

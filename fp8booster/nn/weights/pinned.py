@@ -89,8 +89,8 @@ class _Thread(threading.local):
 
 
 collected = _Thread()
-"""Of this thread: sources that are asked append to `uses`; None where nobody collects. One that lays values in 16 bits
-elsewhere each time tells that they were read."""
+"""Collects in this thread: sources that are asked append to `uses`; None where nobody collects. One that lays values in
+16 bits elsewhere each time tells that they were read."""
 
 
 @contextmanager

@@ -74,7 +74,7 @@ class ReshardedWeight(WeightSource):
         return backward_weight
 
     def pin(self, weights: Sequence[torch.Tensor], casts: Casts, *, transpose: bool, record: Record) -> Pinned | None:
-        """As `WeightSource.pin`; None unless the engine gathers into the same memory each time."""
+        """Pin as `WeightSource.pin` does; return None unless the engine gathers into the same memory each time."""
         return None if self.moves or self.held is None else _PinnedGather(self)
 
     def held_in_backward(self) -> Callable[[], QuantizedMatrix | None]:
