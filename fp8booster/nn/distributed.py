@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -28,7 +28,8 @@ from fp8booster.nn.fsdp.units import fsdp_units, gather_in_fp8, params_of, why_n
 from fp8booster.nn.fuse import fuse
 from fp8booster.nn.fused import fuse_model
 from fp8booster.nn.fused.decoder import FusedDecoderLayer
-from fp8booster.nn.graphs import capture_layers
+from fp8booster.nn.graphs import capture_as_configured
+from fp8booster.nn.graphs.capture import CapturedLayer
 from fp8booster.nn.linear.frozen import FrozenLayer
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import change_class, repeated_layers, require_module, vocabulary_heads
@@ -58,8 +59,8 @@ def fully_shard(
     Args:
         model: converted and fused already, or not; on any device, meta too.
         config: of the FP8 layers; None keeps that of a converted model, and else is `FP8Config()`. With `messages=None`
-            weights and gradients are sent in 16 bits. With `cuda_graphs=True` decoder layers become CUDA graphs, and
-            the FP8 weights of two stay in memory, where those of all layers are gathered by turns.
+            weights and gradients are sent in 16 bits. Where `cuda_graphs` makes CUDA graphs of decoder layers, memory
+            for the FP8 weights of two stays, where those of all layers are gathered by turns.
         mesh: of one dimension, or of two, (replicas, shards); None: all ranks.
         units: modules that are gathered at once, the inner ones first; None: the members of each list of layers.
         reshard_after_forward: as torch's. With a number, which spreads weights over fewer ranks after forward, weights
@@ -78,9 +79,7 @@ def fully_shard(
     config = _prepared(model, config, "fully_shard")
     if config.fused:
         fuse_model(model)
-    layers = repeated_layers(model)
-    if config.cuda_graphs:
-        capture_layers(model)
+    capture_as_configured(model, config)
     frozen = [module for module in model.modules() if isinstance(module, FrozenLayer)]
     options: dict[str, Any] = {
         "mesh": mesh,
@@ -90,24 +89,24 @@ def fully_shard(
         # FP8 alone is there of these, which a policy would cast; each rank keeps them whole
         "ignored_params": {each for layer in frozen for each in layer.parameters()},
     }
-    for unit in layers if units is None else units:
+    for unit in repeated_layers(model) if units is None else units:
         shard_by_torch(unit, **options)
     shard_by_torch(model, **options)
     for layer in frozen:  # FSDP2 moves what it shards alone
         if not next(layer.parameters()).is_meta:
             layer.to(next(param.device for unit in fsdp_units(model) for param in params_of(unit)))
     _reduce_all_experts(model)
-    follow_fsdp2(model, config.messages, stay=layers if config.cuda_graphs else ())
+    follow_fsdp2(model, config.messages)
     return model
 
 
-def follow_fsdp2(model: nn.Module, messages: Encoding | None, *, stay: Collection[nn.Module] = ()) -> None:
+def follow_fsdp2(model: nn.Module, messages: Encoding | None) -> None:
     """Let a model that FSDP2 has sharded keep no FP8 weight between forward and backward, and communicate in FP8.
 
     Args:
-        model: converted and fused before it was sharded. Weights that were gathered already are gathered in 16 bits.
+        model: converted and fused before it was sharded, with the layers that become CUDA graphs. Weights that were
+            gathered already are gathered in 16 bits.
         messages: how gradients are sent; None: neither they nor weights are sent in FP8.
-        stay: units whose weights are gathered into memory that stays, for CUDA graphs.
     """
     unit_of: dict[nn.Module, nn.Module] = {}
     for unit in fsdp_units(model):
@@ -125,9 +124,15 @@ def follow_fsdp2(model: nn.Module, messages: Encoding | None, *, stay: Collectio
     if messages is not None:
         compress_fsdp(model, gather=False, encoding=messages)
         if why_not_gathered() is None:
-            gather_in_fp8(
-                model, merged_in, dict.fromkeys(vocabulary_heads(model), "a loss may read it whole"), stay=stay
-            )
+            kept = dict.fromkeys(vocabulary_heads(model), "a loss may read it whole")
+            gather_in_fp8(model, merged_in, kept, stay=_units_of_graphs(model, unit_of))
+
+
+def _units_of_graphs(model: nn.Module, unit_of: Mapping[nn.Module, nn.Module]) -> set[nn.Module]:
+    """Return the units that are gathered outside the layers that become CUDA graphs, with weights of these."""
+    captured = {module for module in model.modules() if isinstance(module, CapturedLayer)}
+    inside = {module for layer in captured for module in layer.modules()}
+    return {unit_of[module] for module in inside & unit_of.keys()} - (inside - captured)
 
 
 def data_parallel(

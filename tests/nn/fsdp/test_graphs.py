@@ -10,9 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as shard_by_torch
 
 from fp8booster import FP8Config, convert_to_fp8, fully_shard, fuse
+from fp8booster.comm import Encoding
+from fp8booster.nn.distributed import follow_fsdp2
 from fp8booster.nn.fsdp import units
 from fp8booster.nn.fsdp.bookkeeping import FP8FSDPParam
 from fp8booster.nn.fsdp.units import fsdp_units, params_of
@@ -131,6 +134,20 @@ def moving(device: torch.device, by_torch: bool) -> dict[str, Any]:
     return outcome(models, device)
 
 
+def as_accelerate_does(device: torch.device) -> dict[str, Any]:
+    """Shard models that were fused before by torch's function, and let FP8 layers follow that; under autocast."""
+    models = []
+    for graphs in (False, True):
+        model = build(num_hidden_layers=LAYERS, use_cache=False).to(device)
+        fuse(convert_to_fp8(model, FP8Config(always=True, cuda_graphs=graphs)))
+        for unit in (*model.model.layers, model):
+            shard_by_torch(unit, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        follow_fsdp2(model, Encoding())
+        models.append(model)
+    with torch.autocast(device.type, torch.bfloat16):
+        return outcome(models, device) | {"places": places(models[1])}
+
+
 def everything(kind: str) -> dict[str, Any]:
     device = torch.device(kind, dist.get_rank() if kind == "cuda" else None)
     with pytest.MonkeyPatch.context() as patch:
@@ -153,9 +170,11 @@ def everything(kind: str) -> dict[str, Any]:
             "captured": dict(captured_layers(models[1])),
         }
         found["by hand"] = by_hand(device)
+        found["as accelerate does"] = as_accelerate_does(device)
         found["copied"] = copied
         found["readers"] = readers(device)
-        found["experts"] = outcome([sharded(device, graphs, "mixtral") for graphs in (False, True)], device)
+        if kind == "cpu" or hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+            found["experts"] = outcome([sharded(device, graphs, "mixtral") for graphs in (False, True)], device)
         patch.setattr(units, "_SMALL", 100)
         found["moving"], found["by torch"] = (moving(device, by_torch) for by_torch in (False, True))
     return found
@@ -181,7 +200,7 @@ def check_by_hand(found: dict[str, Any]) -> None:
     assert "call reshard() on such a layer" in found["held"]
 
 
-@pytest.mark.parametrize("case", [*CASES, "micro-batches"])
+@pytest.mark.parametrize("case", [*CASES, "micro-batches", "as accelerate does"])
 def test_replayed_layers_compute_the_bits_of_eager_ones(ranks: list[dict[str, Any]], case: str) -> None:
     for rank in ranks:
         check_bits(rank[case])
@@ -189,7 +208,7 @@ def test_replayed_layers_compute_the_bits_of_eager_ones(ranks: list[dict[str, An
 
 def test_layers_are_gathered_into_two_places_by_turns(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
-        assert rank["plain"]["places"] == 2
+        assert rank["plain"]["places"] == rank["as accelerate does"]["places"] == 2
         assert rank["whole after forward"]["places"] == LAYERS
 
 
@@ -233,7 +252,7 @@ def test_on_two_gpus_replays_read_what_is_gathered() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     for rank in run_ranks(over_nccl, 2, initialize=False, timeout=240):
-        for case in (*CASES, "micro-batches"):
+        for case in (*CASES, "micro-batches", "as accelerate does"):
             check_bits(rank[case])
         assert rank["plain"]["places"] == 2
         check_by_hand(rank["by hand"])
