@@ -16,7 +16,7 @@ from .launch import Task, is_launched, run_ranks, serve_store
 from .options import PRECISIONS, TrainOptions
 from .progress import make_display
 
-SECONDS = 180.0
+SECONDS = 150.0
 """The time that the steps of all precisions may take: a first run ends within 6 minutes, its set-up included."""
 
 _TRIED = 6  # steps, of which the first has more to do than others

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fp8booster.nn.fused.packing import Sequences
 from fp8booster.nn.linear.functional import once_differentiable
@@ -43,7 +43,7 @@ def attend(
     dropout: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
-    """Attend by PyTorch's SDPA, causally where no mask says more.
+    """Attend by PyTorch's SDPA, causally where no mask says more, and by a flash attention that was activated.
 
     Args:
         query: [B, Hq, S, D].
@@ -60,17 +60,43 @@ def attend(
     if groups > 1 and mask is not None and not takes_mask_and_groups(query):
         key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
         groups = 1
-    return F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=None if mask is None else mask[..., : key.shape[2]],
-        dropout_p=dropout,
-        # a lone token behind a cache attends to all keys; SDPA's causal mask would leave it the first
-        is_causal=mask is None and query.shape[2] > 1,
-        scale=scale,
-        enable_gqa=groups > 1,
-    )
+    with _preference(query.shape[-1], dropout):
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=None if mask is None else mask[..., : key.shape[2]],
+            dropout_p=dropout,
+            # a lone token behind a cache attends to all keys; SDPA's causal mask would leave it the first
+            is_causal=mask is None and query.shape[2] > 1,
+            scale=scale,
+            enable_gqa=groups > 1,
+        )
+
+
+_PREFERRED = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""SDPA's kernels, where a flash attention was activated: it comes first, before cuDNN's."""
+
+
+def _preference(features: int, dropout: float) -> AbstractContextManager:
+    """Let SDPA take the flash attention that was activated in place of PyTorch's, where it can.
+
+    Args:
+        features: of a head of queries.
+        dropout: of the scores.
+    """
+    # FlashAttention 4 raises for dropout and for larger heads, which SDPA does not ask before it takes it
+    if activated_flash() is None or dropout or features > _MOST_FEATURES:
+        return nullcontext()
+    return sdpa_kernel(_PREFERRED, set_priority=True)
+
+
+_MOST_FEATURES = 128
+
+
+def activated_flash() -> str | None:
+    """Name the flash attention that the program has activated in place of PyTorch's; None: it has not."""
+    return getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
 
 
 def takes_mask_and_groups(query: Tensor) -> bool:
@@ -155,9 +181,10 @@ class _Scores(NamedTuple):
         return boundaries, boundaries, longest, longest, self.dropout, self.window is None
 
     def named(self) -> dict[str, Any]:
-        """Return the scale, and how many tokens on each side a token attends to; -1: all."""
-        left, right = (-1, -1) if self.window is None else (self.window - 1, 0)
-        return {"scale": self.scale, "window_size_left": left, "window_size_right": right}
+        """Return the scale, and how many tokens on each side a token attends to, where not to all."""
+        # FlashAttention 4 takes any number for a window, also that for none
+        window = {} if self.window is None else {"window_size_left": self.window - 1, "window_size_right": 0}
+        return {"scale": self.scale, **window}
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, how: _Scores) -> tuple[Tensor, ...]:
@@ -258,7 +285,8 @@ def kernels(
     """
     query = torch.empty(1, query_heads, 128, features, device=device, dtype=dtype)
     key, value = query[:, :key_heads], query[:, :key_heads, :, :value_features]
-    choice = torch._fused_sdp_choice(query, key, value, is_causal=True, enable_gqa=query_heads > key_heads)
+    with _preference(features, dropout=0.0):
+        choice = torch._fused_sdp_choice(query, key, value, is_causal=True, enable_gqa=query_heads > key_heads)
     flash, hint = _flash_version(device)
     names = {
         SDPBackend.CUDNN_ATTENTION: "cuDNN",
@@ -273,12 +301,10 @@ def kernels(
 
 def _flash_version(device: torch.device) -> tuple[str, str]:
     """Name PyTorch's flash attention as it is now, and what stands against a faster one."""
-    current = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
+    current = activated_flash()
     if current is not None:
         return f"flash attention ({current})", ""
     usual = "flash attention"
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return usual, ""
-    if importlib.util.find_spec("flash_attn_interface") is None:
-        return usual, " (FlashAttention 3 is not installed)"
-    return usual, " (torch.nn.attention.activate_flash_attention_impl('FA3') takes FlashAttention 3)"
+    return usual, " (FlashAttention 4 is faster: docs/guide.md)"

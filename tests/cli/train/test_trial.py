@@ -29,8 +29,8 @@ def data(tmp_path_factory) -> tuple[object, ...]:
 @pytest.mark.parametrize(
     ("precision", "bf16", "fp8", "steps"),
     [
-        ("compare", 1.0, 2.0, 60),
-        ("fp8", 1.0, 2.0, 90),
+        ("compare", 1.0, 2.0, 50),
+        ("fp8", 1.0, 2.0, 75),
         ("compare", 0.1, 0.2, 200),  # the recipe's
         ("compare", 60.0, 90.0, 20),  # fewer say nothing
     ],

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
 
 from fp8booster.nn.fused import attention
 from fp8booster.nn.fused.attention import attend, why_unlike
@@ -85,3 +87,29 @@ def test_a_cache_is_told_where_and_of_the_window(window) -> None:
     assert FusedAttention.cached(layer, key, value, cache, arguments) == (key, value)
     of_window = {} if window is None else {"sliding_window": window}
     assert told == [(3, {"cache_position": place, "sin": sin, "cos": cos} | of_window)]
+
+
+@pytest.mark.parametrize(
+    ("activated", "features", "dropout", "first"),
+    [
+        (None, 64, 0.0, None),
+        ("FA4", 64, 0.0, SDPBackend.FLASH_ATTENTION),
+        ("FA4", 192, 0.0, None),
+        ("FA4", 64, 0.1, None),
+    ],
+)
+def test_a_flash_attention_that_was_activated_comes_first(activated, features, dropout, first, monkeypatch) -> None:
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: activated, raising=False)
+    seen: list[int] = []
+
+    def sdpa(query: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        seen.extend(torch._C._get_sdp_priority_order())
+        return query
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", sdpa)
+    usual = torch._C._get_sdp_priority_order()
+    query = torch.randn(1, 2, 4, features)
+    attend(query, query, query, dropout=dropout)
+    assert seen[0] == (usual[0] if first is None else first.value)
+    assert sorted(seen) == sorted(usual)
+    assert torch._C._get_sdp_priority_order() == usual
