@@ -5,7 +5,7 @@
     python -m benchmarks.host_step --engine fsdp2 --layers 16
     python -m benchmarks.host_step --engine ep2 --model micro-mixtral --layers 12
 
-One rank, or with `--engine fsdp2` and `ep2` one of two, and a model of many small layers, or of many small experts,
+One rank, or with `--engine fsdp2`, `tp2` and `ep2` one of two, and a model of many small layers, or of many small experts,
 which `ep2` spreads over the ranks (`harness.calls.idle_ranks`). Tensors of the CPU take the way of a GPU's, launches do
 nothing, and replays of CUDA graphs do nothing either (`harness.calls.idle_gpu`). So what is timed is what the host does
 for a GPU, and what PyTorch computes on the CPU where no kernel of fp8booster's does.
@@ -188,7 +188,7 @@ def _batch(job: Job, replica: Replica) -> dict[str, torch.Tensor]:
     return causal(batches(job, replica, torch.device("cpu"))(0))
 
 
-PLAIN, FSDP2, SPREAD = "plain", "fsdp2", "ep2"
+PLAIN, FSDP2, SPLIT, SPREAD = "plain", "fsdp2", "tp2", "ep2"
 
 _ENGINES: dict[str, dict[str, Any]] = {
     PLAIN: {},
@@ -196,6 +196,7 @@ _ENGINES: dict[str, dict[str, Any]] = {
     "zero1": {"plugin": "low_level_zero", "zero": 1},
     "zero2": {"plugin": "low_level_zero", "zero": 2},
     "gemini": {"plugin": "gemini"},
+    SPLIT: {"plugin": "hybrid", "tp": 2, "zero": 0},
     SPREAD: {"plugin": "moe", "ep": 2},
 }
 """What `--engine` takes, and the fields of its job."""
@@ -315,19 +316,23 @@ NOTE = (
 
 @contextmanager
 def _joined(engine: str) -> Iterator[None]:
-    """Be one rank; for FSDP2 one of two that send nothing, for one alone gathers no weight."""
+    """Be one rank; for FSDP2 and tensor parallelism one of two that send nothing, for one alone has nothing to send."""
     if engine == SPREAD:
         with idle_ranks(2, ROWS):
             yield
         return
-    if engine == FSDP2:
+    backends: dict[str, str] = {}
+    if engine in (FSDP2, SPLIT):
+        from colossalai.device.device_mesh import DeviceMesh
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+        backends = DeviceMesh._DIST_BACKEND
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        yield
+        with patch.dict(backends, cpu="fake"):  # Colossal-AI finds the device of tensors by the backend of their ranks
+            yield
     finally:
         dist.destroy_process_group()
 
@@ -338,7 +343,7 @@ def main(
         typer.Option(help="micro-moe has 128 experts a layer, micro-mixtral 8."),
     ] = "micro",
     engine: Annotated[
-        Literal["plain", "fsdp2", "zero1", "zero2", "gemini", "ep2"],
+        Literal["plain", "fsdp2", "zero1", "zero2", "gemini", "tp2", "ep2"],
         typer.Option(help="What trains it; ep2 spreads micro-mixtral's experts over two ranks."),
     ] = "zero1",
     layers: Annotated[int, typer.Option(min=1, help="Decoder layers; 22 are those of LLaMA 1B.")] = 22,
