@@ -188,7 +188,7 @@ class GraphPair:
 
     def _replay_forward(self, given: Sequence[Tensor], ticket: _Ticket) -> tuple[Tensor, ...]:
         self._record.follow_stream()
-        torch._foreach_copy_(self._call.inputs, list(given))
+        self._call.lay_in(given)
         ticket.versions = self._versions()  # a replayed backward reads weights in place, past autograd's check
         self._ticket = weakref.ref(ticket)
         self._aside = None

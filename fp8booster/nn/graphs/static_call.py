@@ -76,6 +76,7 @@ class StaticCall:
         flatten((args, kwargs), given)
         with torch.no_grad():
             self.inputs = [torch.empty_like(each).copy_(each) for each in given]
+            self._words = list(map(_words, self.inputs))
         for place, each in zip(self.inputs, given, strict=True):
             place.requires_grad_(each.requires_grad)
         self.trained = [each for each in layer.parameters() if each.requires_grad]
@@ -89,6 +90,22 @@ class StaticCall:
         self._device = given[0].device.type
         self._autocast = torch.is_autocast_enabled(self._device), torch.get_autocast_dtype(self._device)
         self._live: list[Tensor] = []
+
+    def lay_in(self, given: Sequence[Tensor]) -> None:
+        """Copy the tensors of a call to the inputs, in one launch: of different types torch makes one for each."""
+        words: list[list[Tensor]] = [[], []]
+        others: list[list[Tensor]] = [[], []]
+        for place, words_there, each in zip(self.inputs, self._words, given, strict=True):
+            words_here = None if words_there is None else _words(each)
+            if words_there is None or words_here is None:
+                others[0].append(place)
+                others[1].append(each)
+            else:
+                words[0].append(words_there)
+                words[1].append(words_here)
+        for places, tensors in (words, others):
+            if places:
+                torch._foreach_copy_(places, tensors)
 
     def forward(self) -> list[Tensor]:
         """Return the tensors among the outputs; `made` has them in what the layer gives."""
@@ -141,6 +158,13 @@ class StaticCall:
         self._live.clear()
         flatten(made, self._live)
         self.made = rebuild(made, (each.detach() for each in self._live))
+
+
+def _words(tensor: Tensor) -> Tensor | None:
+    """Return the memory of a tensor as words of eight bytes; None where it has gaps, or is no whole number of them."""
+    if not tensor.is_contiguous() or tensor.nbytes % 8 or tensor.storage_offset() * tensor.itemsize % 8:
+        return None
+    return tensor.view(-1).view(torch.int64)
 
 
 def _saving_nowhere_else(note: Callable[[Tensor], Tensor] = Tensor.detach) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from fp8booster.nn.graphs.static_call import Unsupported, flatten, rebuild
+from fp8booster.nn.graphs.static_call import StaticCall, Unsupported, flatten, rebuild
 
 
 class Mode(Enum):
@@ -87,3 +87,46 @@ def test_tensors_are_found_and_put_back_in_their_places() -> None:
 def test_what_a_graph_cannot_be_given_is_named_by_its_class(value: object) -> None:
     with pytest.raises(Unsupported, match=f"^{type(value).__name__}$"):
         flatten((x(4), {"deep": [value]}), [])
+
+
+def given(seed: int) -> dict[str, torch.Tensor]:
+    """Tensors of several types and layouts; some are no whole number of words of eight bytes."""
+    draw = torch.Generator().manual_seed(seed)
+    values = torch.rand(96, generator=draw)
+    numbers = torch.randint(-5, 5, (40,), generator=draw)
+    return {
+        "hidden": values[:32].view(2, 4, 4).requires_grad_(),
+        "angles": values[:12].bfloat16().view(1, 3, 4),
+        "places": numbers[:9],
+        "mask": numbers[:7] > 0,
+        "transposed": values[:24].view(4, 6).t(),
+        "expanded": values[:4].expand(3, 4),
+        "behind": numbers.int()[1:5],
+        "lone": values[0].double(),
+        "odd": values[:3].bfloat16(),
+        "none": values[:0],
+    }
+
+
+def test_what_a_call_is_given_is_copied_whole_and_in_one_launch_where_it_is_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer = torch.nn.Linear(1, 1)
+    call = StaticCall(lambda **each: None, (), given(0), layer, recompute=False)
+    copied: list[list[torch.dtype]] = []
+    copy = torch._foreach_copy_
+
+    def noted(places: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
+        copied.append([each.dtype for each in tensors])
+        copy(places, tensors)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", noted)
+    others = given(1)
+    with torch.no_grad():
+        call.lay_in(list(others.values()))
+    for place, each in zip(call.inputs, others.values(), strict=True):
+        assert torch.equal(place, each)
+    words, rest = copied
+    assert set(words) == {torch.int64}
+    assert len(words) == 5  # hidden, angles, places, lone, none
+    assert len(rest) == 5
