@@ -97,7 +97,7 @@ class TrainOptions:
     precision: str = _option(
         f"{', '.join(PRECISIONS)}; compare: BF16, then FP8, same seed and batches", "compare", rule=one_of(PRECISIONS)
     )
-    steps: int | None = _option("Optimizer steps", rule=_STEPS, shown="by model; on a CPU what 3 minutes allow")
+    steps: int | None = _option("Optimizer steps", rule=_STEPS, shown="by model; on a CPU what 150 seconds allow")
     batch: int | None = _option("Sequences of a micro-batch of a replica", rule=within(1, 2**20), shown="by model")
     accumulate: int = _option(
         "Micro-batches of an optimizer step, accumulated or passed through a pipeline",
