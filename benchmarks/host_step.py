@@ -5,7 +5,7 @@
     python -m benchmarks.host_step --engine fsdp2 --layers 16
     python -m benchmarks.host_step --engine ep2 --model micro-mixtral --layers 12
 
-One rank, or with `--engine fsdp2`, `tp2` and `ep2` one of two, and a model of many small layers, or of many small experts,
+One rank, or with `--engine fsdp2`, `tp2` and `ep2` one of two, and a model of many small layers, or of small experts,
 which `ep2` spreads over the ranks (`harness.calls.idle_ranks`). Tensors of the CPU take the way of a GPU's, launches do
 nothing, and replays of CUDA graphs do nothing either (`harness.calls.idle_gpu`). So what is timed is what the host does
 for a GPU, and what PyTorch computes on the CPU where no kernel of fp8booster's does.
@@ -40,7 +40,7 @@ from benchmarks.harness.calls import (
 from benchmarks.harness.results import Column, Record, Result, Table, spread
 from benchmarks.harness.statistics import Samples
 from benchmarks.training.job import Job
-from fp8booster.nn.graphs.recorder import Memory
+from fp8booster.nn.graphs.recorder import Memory, Place
 from fp8booster.training.batches import Replica
 from fp8booster.training.models import MODELS, build
 from fp8booster.training.optimizers import make_optimizer
@@ -72,8 +72,8 @@ class _Replays:
     def let_go(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
-    def outside(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype)
+    def outside(self, shape: tuple[int, ...], dtype: torch.dtype, number: int | None = None) -> Place:
+        return Place(torch.empty(shape, dtype=dtype), 1)
 
     def follow_stream(self) -> None:
         pass

@@ -294,16 +294,17 @@ class LayerGraphs:
         recompute: bool,
     ) -> GraphPair:
         device, waiting = given[0].device, sum(not pair.is_free for pair in kind.pairs)
-        # of checkpointed layers there is no room to spare, and of sharded ones each rank would keep all gradients
-        copies = kind.copies_gradients or recompute or any(use.source.is_transient for use in kind.uses)
+        # of sharded layers each rank would keep all gradients, and FSDP2 uses those of one up before the next
+        shares = any(use.source.is_transient for use in kind.uses)
+        copies = kind.copies_gradients or recompute  # of checkpointed layers there is no room to spare
         for _ in range(2):
             apart = kind.orders >= MOST_ORDERS
             memory = record.new_memory() if apart else self.shared.memory_of(record, device, waiting)
             unseen = self.shared.unseen if self.shared.steps == optimizer_steps() else 0
             kept, passing = unseen + kind.kept + sum(each.nbytes for each in given), 3 * kind.passing
-            gradients = sum(each.nbytes for each in layer.parameters() if each.requires_grad)
+            places = 0 if shares else sum(each.nbytes for each in layer.parameters() if each.requires_grad)
             # places for gradients cost memory and save time, so they are the first to go
-            copies = copies or record.why_no_room(memory, kept + gradients, passing) is not None
+            copies = copies or record.why_no_room(memory, kept + places, passing) is not None
             why_not = record.why_no_room(memory, kept, passing) if copies else None
             if why_not is not None:
                 raise NoRoom(why_not)
@@ -317,7 +318,7 @@ class LayerGraphs:
                     layer,
                     kind.uses,
                     recompute=recompute,
-                    copies_gradients=copies,
+                    gradients="copied" if copies else "shared" if shares else "own",
                 )
         raise RuntimeError("memory that other graphs keep is freed meanwhile")
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fp8booster.nn.graphs.recorder import Memory, Recorder
+from fp8booster.nn.graphs.recorder import Memory, Place, Recorder
 from fp8booster.nn.graphs.static_call import StaticCall, rebuild
 from fp8booster.nn.linear.functional import once_differentiable
 from fp8booster.nn.weights.pinned import Pinned, Use, copies_are_held
@@ -37,6 +37,28 @@ def free_graphs() -> None:
         _LIVE.pop().free()
 
 
+Gradients = Literal["own", "shared", "copied"]
+"""How graphs give parameters their gradients. FP8 products write them to places that stay, and gradients are views of
+these: "own" ones, two bytes a parameter; or "shared" ones, which the next layer's products write, for who uses up the
+gradients of one layer before the next goes backward. Or they are "copied" from the graphs' memory, which takes time."""
+
+
+class _Part(NamedTuple):
+    """A part of a place, and no tensor over it: those that somebody has are counted."""
+
+    place: Tensor
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, place: Tensor, tensor: Tensor) -> _Part:
+        return cls(place, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def view(self) -> Tensor:
+        return self.place.as_strided(self.size, self.stride, self.offset)
+
+
 class _Ticket:
     """Held by the autograd graph of one forward: as long as its backward may come."""
 
@@ -60,8 +82,7 @@ class GraphPair:
         layer: whose parameters get gradients, where they need one.
         uses: of FP8 weights in that forward.
         recompute: as activation checkpointing does.
-        copies_gradients: give parameters copies of their gradients. Else FP8 products write them to places that stay,
-            two bytes a parameter, and gradients are views of these: no time is spent on copies.
+        gradients: how parameters get theirs.
 
     Raises:
         RuntimeError: the layer cannot be captured.
@@ -80,7 +101,7 @@ class GraphPair:
         uses: Sequence[Use],
         *,
         recompute: bool = False,
-        copies_gradients: bool = False,
+        gradients: Gradients = "own",
     ) -> None:
         self.lacks_graphs = False  # they were given up
         self.was_set_aside = False
@@ -99,39 +120,36 @@ class GraphPair:
             self._pinned.append(pinned)
         self.refresh()
         try:
-            self._capture(copies_gradients)
+            self._capture(gradients)
         finally:
             self._call.end()
         self._ticket: weakref.ref[_Ticket] | None = None
         self._steps = Steps.count
         _LIVE.add(self)
 
-    def _capture(self, copies_gradients: bool) -> None:
+    def _capture(self, given_as: Gradients) -> None:
         record, memory, call = self._record, self._memory, self._call
-        places: dict[int, Tensor] = {}
+        places: dict[int, Place] = {}
 
         def place_of(shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
-            made = record.outside(shape, dtype)
-            if made is not None:
-                places[_address(made)] = made
-            return made
+            place = record.outside(shape, dtype, len(places) if given_as == "shared" else None)
+            if place is None:
+                return None
+            places[_address(place.memory)] = place
+            return place.memory
 
         # what others keep is not this pair's to copy aside
         before = record.in_use(memory)
-        with copies_are_held(None if copies_gradients else place_of):
+        with copies_are_held(None if given_as == "copied" else place_of):
             self._forward, outputs = record(call.forward, memory)
             kept = record.in_use(memory)
             self._gradients_in = [record.place_like(each, number) for number, each in enumerate(outputs)]
             self._backward, gradients = record(partial(call.backward, self._gradients_in), memory)
         # every replay writes them, also where autograd has summed a gradient elsewhere
-        self._written = list(places.values())
-        addresses = [None if each is None else _address(each) for each in gradients]
-        self._stays = [address in places for address in addresses]
-        self._places = [each for address, each in places.items() if address in addresses]
-        self._gradients = [
-            each if each is None or stays else record.let_go(each)
-            for each, stays in zip(gradients, self._stays, strict=True)
-        ]
+        self._written = [each.memory for each in places.values()]
+        given_in = {_address(each) for each in gradients if each is not None}
+        self._places = [each for address, each in places.items() if address in given_in]
+        self._gradients = [None if each is None else self._kept_of(each, places) for each in gradients]
         self._outputs = [record.let_go(each) for each in outputs]
         call.made = rebuild(call.made, iter(self._outputs))
         used_up = set(map(_address, outputs))
@@ -145,14 +163,16 @@ class GraphPair:
         if not memory.is_whole(after):
             raise Freed
         self.order = memory.add(self, self._kept)
-        # counted once nothing but this pair holds the places: one more later is a gradient that somebody keeps
-        self._holders = list(map(record.holders, self._places))
+
+    def _kept_of(self, gradient: Tensor, places: dict[int, Place]) -> Tensor | _Part:
+        """Return what stands for a gradient that was captured, and does not hold its memory."""
+        place = places.get(_address(gradient))
+        return self._record.let_go(gradient) if place is None else _Part.of(place.memory, gradient)
 
     @property
     def copied(self) -> int:
         """Bytes that a replay of backward copies out: gradients that its products write to no place that stays."""
-        copies = [each for each, stays in zip(self._gradients, self._stays, strict=True) if not stays]
-        return sum(each.nbytes for each in copies if each is not None)
+        return sum(each.nbytes for each in self._gradients if isinstance(each, Tensor))
 
     def free(self) -> None:
         """Give up the graphs, once: what runs next raises."""
@@ -231,17 +251,13 @@ class GraphPair:
                 place.zero_()
             else:
                 place.copy_(gradient)
-        if self._holders != list(map(self._record.holders, self._places)):
+        if any(self._record.holders(memory) != holders for memory, holders in self._places):
             found = self._backward_beside_held_gradients()
         else:
             self._backward()
-            passing = [each for each, stays in zip(self._gradients, self._stays, strict=True) if not stays]
-            copies = iter(_copied(passing))
+            copies = iter(_copied([each for each in self._gradients if not isinstance(each, _Part)]))
             # a view that no one else has: autograd takes it for `.grad` as it is
-            found = [
-                each.detach() if each is not None and stays else next(copies)
-                for each, stays in zip(self._gradients, self._stays, strict=True)
-            ]
+            found = [each.view() if isinstance(each, _Part) else next(copies) for each in self._gradients]
         made = iter(found)
         return [next(made) if gets else None for gets in self._call.gets_gradient]
 
@@ -253,11 +269,12 @@ class GraphPair:
         self.gradients_were_held = True
         # once: who holds them may work on them on another stream, as an all-reduce does
         self._record.synchronize()
-        held = [each.clone() for each in self._places]
+        places = [each.memory for each in self._places]
+        held = [each.clone() for each in places]
         self._backward()
-        found = _copied(self._gradients)
-        with torch.autograd._unsafe_preserve_version_counter(tuple(self._places)):  # the values are what they were
-            torch._foreach_copy_(self._places, held)
+        found = _copied([each.view() if isinstance(each, _Part) else each for each in self._gradients])
+        with torch.autograd._unsafe_preserve_version_counter(tuple(places)):  # the values are what they were
+            torch._foreach_copy_(places, held)
         self._record.synchronize()
         return found
 

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -81,6 +81,15 @@ class Memory:
         return all(in_use.keys() >= kept.keys() for kept in self._kept.values())
 
 
+class Place(NamedTuple):
+    """Memory that graphs write and that is none of theirs."""
+
+    memory: Tensor
+
+    free_holders: int
+    """How many hold it while nobody holds a part of it."""
+
+
 class _Bytes:
     """Memory at an address, which this does not keep: `torch.as_tensor` takes it."""
 
@@ -107,6 +116,7 @@ class Recorder:
         self._replayed_on: int | None = None
         self._stream_of_replays: Any = None
         self._places: dict[Any, Tensor] = {}
+        self._shared: dict[Any, Place] = {}
         self._peak = 0  # bytes of tensors at once, in steps before graphs
         self._eager = 0
 
@@ -246,10 +256,24 @@ class Recorder:
         """Return memory of graphs, uint8, which this does not hold."""
         return torch.as_tensor(_Bytes(address, size), dtype=torch.uint8, device=self._device)
 
-    def outside(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-        """Return memory that belongs to no graph, in the midst of a capture; None where nothing is captured."""
+    def outside(self, shape: tuple[int, ...], dtype: torch.dtype, number: int | None = None) -> Place | None:
+        """Return memory that belongs to no graph, in the midst of a capture; None where nothing is captured.
+
+        Args:
+            shape, dtype: of what is written there.
+            number: all graphs of this recorder share the place of this number, shape and type; None: it is new.
+        """
         if not torch.cuda.is_current_stream_capturing():
             return None
+        key = number, shape, dtype
+        place = self._shared.get(key)
+        if place is None:
+            place = self._new_outside(shape, dtype)
+            if number is not None:
+                self._shared[key] = place
+        return place
+
+    def _new_outside(self, shape: tuple[int, ...], dtype: torch.dtype) -> Place:
         made: list[Tensor] = []
 
         def allocate() -> None:
@@ -260,7 +284,7 @@ class Recorder:
         thread.start()
         thread.join()
         self._outside.update(made)
-        return made[0]
+        return Place(made[0], self.holders(made[0]))
 
     @staticmethod
     def holders(tensor: Tensor) -> int:

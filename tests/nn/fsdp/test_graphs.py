@@ -22,12 +22,14 @@ from fp8booster.nn.fsdp.units import fsdp_units, params_of
 from fp8booster.nn.graphs import captured_layers, free_graphs, layer, recorder
 from fp8booster.nn.graphs.layer import WARM_UP
 from fp8booster.nn.graphs.pair import GraphPair
+from fp8booster.nn.graphs.recorder import Recorder
 from tests.distributed import run_ranks
 from tests.nn.fused.models import batch, build
 from tests.nn.graphs.rerun import Rerun
 
 LAYERS = 3
 STEPS = WARM_UP + 2
+PRODUCTS = 4  # of a layer: q, k and v are one, gate and up
 OWN = "its FP8 weights have no memory of their own"
 READS = "it reads values of weights that are gathered in FP8 alone"
 MOVES = "a weight is gathered elsewhere each time"
@@ -152,26 +154,32 @@ def everything(kind: str) -> dict[str, Any]:
     device = torch.device(kind, dist.get_rank() if kind == "cuda" else None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recorder, "ROOM", -(2**50))
-        copied: list[bool] = []
+        given_as: list[str] = []
 
-        def pair(*arguments: Any, copies_gradients: bool, **named: Any) -> GraphPair:
-            copied.append(copies_gradients)
-            return GraphPair(*arguments, copies_gradients=copies_gradients, **named)
+        def pair(*arguments: Any, gradients: str, **named: Any) -> GraphPair:
+            given_as.append(gradients)
+            return GraphPair(*arguments, gradients=gradients, **named)
 
         patch.setattr(layer, "GraphPair", pair)
-        if kind == "cpu":
-            patch.setattr(recorder, "recorder_for", lambda _: Rerun())
+        records: list[Any] = []
+
+        def recorder_for(device: torch.device) -> Any:
+            records.append(Rerun() if kind == "cpu" else Recorder(device))
+            return records[-1]
+
+        patch.setattr(recorder, "recorder_for", recorder_for)
         found: dict[str, Any] = {}
         for name, how in CASES.items():
             models = [sharded(device, graphs, **how) for graphs in (False, True)]
             found[name] = outcome(models, device) | {"places": places(models[1])}
+            found[name]["gradients"] = [each.memory.shape for each in records[-1]._shared.values()]
         found["micro-batches"] = {
             "trained": [trained(model, device, micro_batches=2) for model in models],
             "captured": dict(captured_layers(models[1])),
         }
         found["by hand"] = by_hand(device)
         found["as accelerate does"] = as_accelerate_does(device)
-        found["copied"] = copied
+        found["gradients"] = given_as
         found["readers"] = readers(device)
         if kind == "cpu" or hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
             found["experts"] = outcome([sharded(device, graphs, "mixtral") for graphs in (False, True)], device)
@@ -214,8 +222,9 @@ def test_layers_are_gathered_into_two_places_by_turns(ranks: list[dict[str, Any]
 
 def test_no_rank_keeps_places_for_the_gradients_of_whole_layers(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
-        assert len(rank["copied"]) > LAYERS
-        assert all(rank["copied"])
+        assert len(rank["gradients"]) > LAYERS
+        assert set(rank["gradients"]) == {"shared", "copied"}
+        assert len(rank["plain"]["gradients"]) == PRODUCTS
 
 
 def test_what_is_gathered_by_hand_leaves_its_place_and_is_never_taken_for_another(ranks: list[dict[str, Any]]) -> None:
@@ -255,4 +264,5 @@ def test_on_two_gpus_replays_read_what_is_gathered() -> None:
         for case in (*CASES, "micro-batches", "as accelerate does"):
             check_bits(rank[case])
         assert rank["plain"]["places"] == 2
+        assert len(rank["plain"]["gradients"]) == PRODUCTS
         check_by_hand(rank["by hand"])

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fp8booster.comm.observer import observer
-from fp8booster.nn.graphs.recorder import Memory
+from fp8booster.nn.graphs.recorder import Memory, Place, Recorder
 from fp8booster.nn.weights.pinned import Copies, copies_are_held
 
 
@@ -27,6 +27,9 @@ class Rerun:
         self._pools: dict[object, weakref.WeakSet[Graph]] = {}
         self._passing: weakref.WeakKeyDictionary[Memory, list[torch.Tensor]] = weakref.WeakKeyDictionary()
         self._blocks: weakref.WeakKeyDictionary[Memory, dict[int, torch.Tensor]] = weakref.WeakKeyDictionary()
+        self._shared: dict[tuple, Place] = {}
+        self._outside: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._results: dict[int, weakref.ref[torch.Tensor]] = {}  # tensors that replays write, as no graph's do
 
     def new_memory(self) -> Memory:
         return Memory(object)
@@ -43,8 +46,16 @@ class Rerun:
     def why_no_room(self, memory: Memory, kept: int, passing: int) -> str | None:
         return None
 
-    def outside(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        return None
+    def outside(self, shape: tuple[int, ...], dtype: torch.dtype, number: int | None = None) -> Place:
+        key = number, shape, dtype
+        place = self._shared.get(key)
+        if place is None:
+            memory = torch.full(shape, torch.nan, dtype=dtype)
+            place = Place(memory, Recorder.holders(memory))
+            self._outside[id(memory)] = weakref.ref(memory)
+            if number is not None:
+                self._shared[key] = place
+        return place
 
     def place_like(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
         return torch.zeros_like(tensor)
@@ -64,7 +75,9 @@ class Rerun:
         pass
 
     def holders(self, tensor: torch.Tensor) -> int:
-        return 1
+        place = _address(tensor)
+        own = [each for each in _alive(self._results) if each is not tensor and _address(each) == place]
+        return Recorder.holders(tensor) - len(own)
 
     def let_go(self, tensor: torch.Tensor) -> torch.Tensor:
         self._now.append(tensor.detach())
@@ -80,9 +93,13 @@ class Rerun:
             self._pools.setdefault(handle, weakref.WeakSet()).add(graph)
         held = copies_are_held if Copies.held else nullcontext
         casts = torch.is_autocast_enabled("cpu")
+        untouched = [(each, each.clone()) for each in _alive(self._outside)]
         with observer.noted_at_replays() as note_calls:
             places = work()
         _overwrite(places)  # a capture computes nothing
+        for place, values in untouched:
+            place.copy_(values)
+        self._results.update({id(each): weakref.ref(each) for each in places if each is not None})
         passing = [] if memory is None else self._passing.setdefault(memory, [])
         self._now = passing
         if memory is not None:  # what the work keeps lies in its closure: this stands for it
@@ -101,6 +118,14 @@ class Rerun:
 
         self.graphs.add(replay)
         return replay, places
+
+
+def _alive(tensors: dict[int, weakref.ref[torch.Tensor]]) -> list[torch.Tensor]:
+    return [tensor for each in tensors.values() if (tensor := each()) is not None]
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _overwrite(places: list[torch.Tensor]) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fp8booster.comm.observer import observer
-from fp8booster.nn.graphs.recorder import Memory, Recorder, recorder_for
+from fp8booster.nn.graphs.recorder import Memory, Place, Recorder, recorder_for
 
 GPU = torch.device("cuda", 0)
 
@@ -247,21 +247,25 @@ def test_memory_outside_of_a_capture_belongs_to_no_graph() -> None:
     memory = recorder.new_memory()
     assert recorder.outside((4, 4), torch.float32) is None
     x = torch.ones(64, 64, device="cuda")
-    places: list[torch.Tensor] = []
+    places: list[Place] = []
 
     def work() -> list[torch.Tensor]:
         places.append(recorder.outside((64, 64), torch.float32))
-        return [torch.add(x, 1, out=places[0])]
+        places.extend(recorder.outside((64, 64), torch.float32, number) for number in (0, 0, 1))
+        return [torch.add(x, 1, out=places[0].memory)]
 
     replay, _ = recorder(work, memory)
     assert not recorder.in_use(memory)
     replay()
-    assert places[0].eq(2).all()
-    alone = recorder.holders(places[0])
-    view = places[0][:2].detach()
-    assert recorder.holders(places[0]) == alone + 1
+    (place, free), *shared = places
+    assert place.eq(2).all()
+    assert recorder.holders(place) == free
+    view = place[:2].detach()
+    assert recorder.holders(place) == free + 1
     del view
-    assert recorder.holders(places[0]) == alone
+    assert recorder.holders(place) == free
+    assert shared[0] is shared[1]
+    assert len({each.memory.data_ptr() for each in places}) == 3
 
 
 @pytest.mark.gpu
