@@ -150,6 +150,7 @@ MODELS = {
     "qwen2.5-7b": Architecture("Qwen2.5-7B", 3584, 18944, 28, 28, 4, vocabulary=152064, **_QWEN),
     "35b": Architecture("Command-R 35B", 8192, 22528, 40, 64, 64, **_COMMAND_R),
     "mixtral-8x7b": _mixture(Architecture("Mixtral-8x7B", 4096, 14336, 32, 32, 8), sequence=32768),
+    "mixtral-100m": _mixture(Architecture("Mixtral of 100M active parameters", 768, 1024, 12, 12, 12), sequence=2048),
     "mixtral-1b": _mixture(Architecture("Mixtral of 1B active parameters", 2048, 5632, 12, 32, 8), sequence=4096),
     "qwen3-30b-a3b": Architecture("Qwen3-30B-A3B", 2048, 768, 48, 32, 4, **_QWEN_3_MOE),
     "gpt-oss-20b": Architecture("gpt-oss 20B", 2880, 2880, 24, 64, 8, **_GPT_OSS),
@@ -158,8 +159,8 @@ MODELS = {
     "micro-moe": replace(_MICRO, label="micro Qwen3-MoE", feed_forward=32, **_MICRO_MOE),
     "micro-mixtral": _mixture(replace(_MICRO, label="micro Mixtral"), sequence=128),
 }
-"""Sizes as published, except for the micro ones, which are for tests, and mixtral-1b, whose experts are the
-feed-forward block of 1b."""
+"""Sizes as published, except for the micro ones, which are for tests, and mixtral-100m and mixtral-1b: a token goes
+through as much as in 160m, and through twice the feed-forward block of 1b."""
 
 SIZES = ("tiny", "100m", "1b", "7b", "13b", "30b", "70b", "qwen2.5-7b")
 """The names that `fp8booster train --model` takes."""

@@ -18,7 +18,7 @@ from fp8booster.training.batches import Replica
     [
         ({"model": "8b"}, "--model is '8b'; use one of tiny"),
         ({"plugin": "expert"}, "--plugin is 'expert'; use one of low_level_zero"),
-        ({"plugin": "moe"}, "moe trains mixtures of experts; use --model mixtral-8x7b, mixtral-1b"),
+        ({"plugin": "moe"}, "moe trains mixtures of experts; use --model mixtral-8x7b, mixtral-100m"),
         ({"plugin": "moe", "model": "mixtral-1b", "zero": 2}, "--zero is 2; --plugin moe takes 0 or 1"),
         ({"plugin": "moe", "model": "mixtral-1b", "ep": 3}, "--ep is 3, which cannot divide the 8 experts"),
         ({"plugin": "moe", "model": "mixtral-1b", "ep": 0}, "--ep is 0; it must be at least 1"),
