@@ -12,7 +12,7 @@ import torch
 from fp8booster.colossal.temporarily import temporarily
 from fp8booster.monitor.memory import MemoryTracker, Pool
 from fp8booster.nn.graphs import held, layer, pair, recorder
-from fp8booster.nn.graphs.recorder import Memory, Recorder
+from fp8booster.nn.graphs.recorder import Memory, Place, Recorder
 
 GRAPHS = "CUDA graphs"
 """Part of memory that graphs keep."""
@@ -79,12 +79,13 @@ class CountedGraphs:
     def why_no_room(self, memory: Memory, kept: int, passing: int) -> None:
         """Return None: there is room."""
 
-    def outside(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
-        """Return memory that belongs to no graph, in the midst of a capture."""
+    def outside(self, shape: tuple[int, ...], dtype: torch.dtype, number: int | None = None) -> Place | None:
+        """Return memory that belongs to no graph, in the midst of a capture; no plugin has layers that share it."""
         if not self._capturing:
             return None
         with self._tracker.inside(Pool(self._tracker, GRAPHS)):  # one of its own: it is as large as the tensor
-            return torch.empty(shape, dtype=dtype, device="cpu")
+            memory = torch.empty(shape, dtype=dtype, device="cpu")
+        return Place(memory, self.holders(memory))
 
     def place_like(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
         """Return a place that all graphs share."""
