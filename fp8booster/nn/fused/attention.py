@@ -88,7 +88,21 @@ def _preference(features: int, dropout: float) -> AbstractContextManager:
     # FlashAttention 4 raises for dropout and for larger heads, which SDPA does not ask before it takes it
     if activated_flash() is None or dropout or features > _MOST_FEATURES:
         return nullcontext()
-    return sdpa_kernel(_PREFERRED, set_priority=True)
+    allowed = _allowed()
+    return sdpa_kernel(allowed, set_priority=True) if allowed[:1] == _PREFERRED[:1] else nullcontext()
+
+
+@torch.compiler.assume_constant_result  # compiled code cannot ask
+def _allowed() -> list[SDPBackend]:
+    """Return those of `_PREFERRED` that the program has not switched off, as by an `sdpa_kernel` of its own."""
+    backends = torch.backends.cuda
+    is_on = {
+        SDPBackend.FLASH_ATTENTION: backends.flash_sdp_enabled,
+        SDPBackend.CUDNN_ATTENTION: backends.cudnn_sdp_enabled,
+        SDPBackend.EFFICIENT_ATTENTION: backends.mem_efficient_sdp_enabled,
+        SDPBackend.MATH: backends.math_sdp_enabled,
+    }
+    return [each for each in _PREFERRED if is_on[each]()]
 
 
 _MOST_FEATURES = 128

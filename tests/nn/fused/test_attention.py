@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fp8booster.nn.fused import attention
 from fp8booster.nn.fused.attention import attend, why_unlike
@@ -113,3 +113,26 @@ def test_a_flash_attention_that_was_activated_comes_first(activated, features, d
     assert seen[0] == (usual[0] if first is None else first.value)
     assert sorted(seen) == sorted(usual)
     assert torch._C._get_sdp_priority_order() == usual
+
+
+@pytest.mark.parametrize("chosen", [[SDPBackend.MATH], [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]])
+def test_what_the_program_has_switched_off_stays_off_beside_an_activated_flash_attention(chosen, monkeypatch) -> None:
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA4", raising=False)
+    seen: list[list[SDPBackend]] = []
+
+    def sdpa(query: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        seen.append(attention._allowed())
+        return query
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", sdpa)
+    query = torch.randn(1, 2, 4, 64)
+    with sdpa_kernel(chosen):
+        attend(query, query, query)
+    assert seen == [chosen]
+
+
+def test_attention_is_compiled_whole_beside_an_activated_flash_attention(monkeypatch) -> None:
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA4", raising=False)
+    query = torch.randn(1, 2, 4, 64)
+    compiled = torch.compile(attend, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(query, query, query), attend(query, query, query))
