@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import Protocol
 
 import torch
 
@@ -13,7 +14,8 @@ class Slots:
     """Memory that the units of a model are gathered into by turns, and that stays, so that CUDA graphs find it.
 
     Units of the same sizes have two places. A unit is gathered into its place when it runs, and the one before it, in
-    forward as in backward, has been freed by then or lies in the other place.
+    forward as in backward, has been freed by then or lies in the other place. One that finds another there, as where a
+    program keeps layers whole, is gathered elsewhere for that time.
     """
 
     def __init__(self) -> None:
@@ -34,10 +36,17 @@ class Slots:
         return slot
 
 
+class Owner(Protocol):
+    """What is gathered into a place."""
+
+    def step_aside(self) -> None:
+        """Lie elsewhere, for another that must have the place."""
+
+
 class Slot:
     """A place for one unit at a time."""
 
-    owner: object = None
+    owner: Owner | None = None
     """What is gathered there now."""
 
     def __init__(self, kinds: Sequence[tuple[int, torch.dtype]], device: torch.device) -> None:

@@ -125,6 +125,8 @@ class FP8Unit:
         self._inverse_scales: Tensor | None = None
         self._memory: dict[ScaleGroup, Tensor] = {}
         self._slot: Slot | None = None
+        self._is_apart = False  # it has a slot, and lies elsewhere, for another unit is there
+        self._forward_was_apart = False
         self.uncounted = 0
         """Bytes of amaxes that ranks have told each other since the last gather."""
 
@@ -190,16 +192,23 @@ class FP8Unit:
         """Return the memory that a parameter is gathered into, with its padding; FP8, of one dimension."""
         group = self._place_of[param].group
         if not self._memory:
-            kinds = {of: (sum(self._sizes(of)), _format(of.layers[0])) for of in self.groups}
             if self._slots is None:
-                made = [torch.empty(size, dtype=dtype, device=param.device) for size, dtype in kinds.values()]
+                made = self._new_memory()
             else:
                 whole_after_forward = self._state.post_forward_mesh_info is None
-                self._slot = self._slots.take(tuple(kinds.values()), param.device, alone=whole_after_forward)
+                kinds = tuple(self._kinds())
+                self._slot = self._slots.take(kinds, param.device, alone=whole_after_forward)
                 made = self._slot.memory
-            self._memory = dict(zip(kinds, made, strict=True))
+            self._memory = dict(zip(self.groups, made, strict=True))
         members = [place.param for place in self.places if place.group is group]
         return self._memory[group].split(self._sizes(group))[members.index(param)]
+
+    def _kinds(self) -> list[tuple[int, torch.dtype]]:
+        """Return the number of values and the format of each piece of memory."""
+        return [(sum(self._sizes(group)), _format(group.layers[0])) for group in self.groups]
+
+    def _new_memory(self) -> list[Tensor]:
+        return [torch.empty(size, dtype=dtype, device=self.params[0].device) for size, dtype in self._kinds()]
 
     def _sizes(self, group: ScaleGroup) -> list[int]:
         members = [place.param for place in self.places if place.group is group]
@@ -207,23 +216,51 @@ class FP8Unit:
 
     def allocate(self, param: FP8FSDPParam) -> None:
         """Give the memory that a parameter is gathered into its size again, for all weights that lie there."""
-        if self._slot is not None:
-            if self._slot.owner in (None, self):
-                self._slot.owner = self
-                return
-            self._leave_slot()
+        if self._slot is not None and self._take(self._slot):
+            return
         whole = self._memory[self._place_of[param].group]
         storage = whole.untyped_storage()
         if storage.size() != whole.nbytes:
             storage.resize_(whole.nbytes)
 
-    def _leave_slot(self) -> None:
-        """Gather into memory of its own from now on: another unit is gathered where this one was."""
-        self._slots = self._slot = None
-        self._memory = {}
+    def _take(self, slot: Slot) -> bool:
+        """Take the slot for what is gathered now, or memory of the unit's own where another unit is there."""
+        in_backward = self._state._training_state is TrainingState.PRE_BACKWARD
+        other = None if slot.owner is self else slot.owner
+        if other is not None and in_backward and not self._forward_was_apart:
+            # the graph that ran forward goes backward here; a unit that came later, and stays, has gone backward
+            other.step_aside()
+            other = None
+        self._gather_apart(other is not None)
+        if not in_backward:
+            self._forward_was_apart = self._is_apart
+        if other is None:
+            slot.owner = self
+        return other is None
+
+    def step_aside(self) -> None:
+        """Lay what was gathered into the slot elsewhere, for another unit that must have it."""
+        slot = cast(Slot, self._slot)
+        self._gather_apart(True)
+        for place, whole in zip(self._memory.values(), slot.memory, strict=True):
+            place.copy_(whole)
+        self._inverse_scales = slot.inverse_scales.clone()
+        self.fill()
+
+    def _gather_apart(self, is_apart: bool) -> None:
+        """Gather into memory of the unit's own, or into the slot, from now on."""
+        if is_apart == self._is_apart:
+            return
+        self._is_apart = is_apart
+        memory = self._new_memory() if is_apart else cast(Slot, self._slot).memory
+        self._memory = dict(zip(self.groups, memory, strict=True))
         vars(self).pop("_to_fill", None)
         for place in self.places:
             place.param.all_gather_outputs = [self.memory_of(place.param)]
+
+    @property
+    def _is_in_slot(self) -> bool:
+        return self._slot is not None and not self._is_apart
 
     def fill(self) -> None:
         """Hand the layers their FP8 weights, once for each gather."""
@@ -232,11 +269,11 @@ class FP8Unit:
         made, self._inverse_scales = self._inverse_scales, None
         if made.is_cuda:  # on the stream that gathers
             made.record_stream(torch.cuda.current_stream(made.device))
-        if self._slot is not None:
-            made = self._slot.inverse_scales.copy_(made)
+        if self._is_in_slot:
+            made = cast(Slot, self._slot).inverse_scales.copy_(made)
         scales = made.unbind()
         for source, quantized, number in self._to_fill:
-            source.moves = self._slot is None
+            source.moves = not self._is_in_slot
             source.fill((), quantized._replace(inverse_scale=scales[number]))
 
     @cached_property
@@ -272,10 +309,11 @@ class FP8Unit:
         place.source.forget()
         if place.group.merged is not None:
             place.group.merged.fp8_weight.forget()
-        if self._slot is None:
+        if not self._is_in_slot:
             return False
-        if self._slot.owner is self:
-            self._slot.owner = None
+        slot = cast(Slot, self._slot)
+        if slot.owner is self:
+            slot.owner = None
         return True
 
 

@@ -57,7 +57,15 @@ class Held:
 
         self.settings = [_settings(held) for held in map(vars, modules)]
         self.trains = any(each.requires_grad for each in self._parameters)
-        self.why_not = self._why_not(layer, record_on)
+        self._sources = [module.fp8_weight for module in modules if isinstance(module, FP8Layer)]
+        self._why_never = self._why_not(layer, record_on)
+
+    @property
+    def why_not(self) -> str | None:
+        """Why the layer is not captured or replayed now, with what its modules hold."""
+        if True in map(_MOVES, self._sources):  # of FSDP2, by what else is gathered now
+            return "its weights are gathered elsewhere"
+        return self._why_never
 
     def is_as_found(self) -> bool:
         """Tell whether the modules hold the very objects that they held."""
@@ -70,8 +78,6 @@ class Held:
         for module in self.modules:
             if vars(module).get("use_zbv"):  # Python takes it from backward, and a replay runs none
                 return "a pipeline without bubbles computes gradients of weights later"
-            if isinstance(module, FP8Layer) and module.fp8_weight.moves:
-                return "its weights are gathered elsewhere each time"
             if isinstance(module, FP8Layer) and not module.fp8_config.scaling.is_captured:
                 return f"{module.fp8_config.scaling.name} scales, of which a graph cannot tell when a step begins"
             if module is not layer and is_looked_at(module):  # the layer's own hooks run around its forward
@@ -92,6 +98,7 @@ def _is_plain(parameter: nn.Parameter) -> bool:
 
 _PARTS = attrgetter("_modules", "_buffers", "_parameters", *HOOKS)
 _KIND = attrgetter("__class__", "device", "requires_grad")
+_MOVES = attrgetter("moves")
 _END = object()
 
 
