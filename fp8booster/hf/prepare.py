@@ -17,6 +17,7 @@ from fp8booster.hf.sharding import follow_sharding, name_units, why_not_sharded
 from fp8booster.kernels.device import require_fp8
 from fp8booster.nn import convert_to_fp8, fuse, report
 from fp8booster.nn.fused import fused_summary, use_fused_loss, use_native_loss
+from fp8booster.nn.graphs import capture_as_configured
 
 if TYPE_CHECKING:  # neither need be installed
     from accelerate import Accelerator
@@ -97,7 +98,9 @@ def convert(
     convert_to_fp8(model, config)
     fused = ""
     if config.fused:
-        if not inside:  # what accelerate has wrapped is fused
+        if inside:  # what accelerate has wrapped is fused
+            capture_as_configured(model, config)
+        else:
             fuse(model)
         # an earlier trainer of the model may have asked for the other
         if fused_loss:
@@ -106,7 +109,7 @@ def convert(
             use_native_loss(model)
         fused = f"; {fused_summary(model)}"
     if plugin is not None:
-        name_units(plugin, model)
+        name_units(plugin)
         follow_sharding(model, config.messages)
     elif config.messages is not None:
         average_in_fp8(model, DDPState(encoding=config.messages))

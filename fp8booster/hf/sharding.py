@@ -28,18 +28,31 @@ def why_not_sharded(plugin: Any, model: nn.Module) -> str | None:
     return None
 
 
-def name_units(plugin: Any, model: nn.Module) -> None:
-    """Give a plugin of accelerate the names that the classes of a model's units have now.
+def name_units(plugin: Any) -> None:
+    """Let a plugin of accelerate name the units of each model by the names that their classes have then.
+
+    An accelerator has one plugin for all its models, and some are not converted, as a reference that is not trained.
 
     Args:
         plugin: that names the classes to shard one by one, or leaves it to the model's `_no_split_modules`.
-        model: converted and fused.
     """
-    names = set(plugin.transformer_cls_names_to_wrap or getattr(model, "_no_split_modules", None) or ())
-    kinds = {type(module) for module in model.modules()}
-    found = sorted(kind.__name__ for kind in kinds if names & {base.__name__ for base in kind.__mro__})
-    if found:
-        plugin.transformer_cls_names_to_wrap = found
+    if not isinstance(plugin.set_auto_wrap_policy, _NamesUnits):
+        plugin.set_auto_wrap_policy = _NamesUnits(plugin)
+
+
+class _NamesUnits:
+    """Stands before a plugin's method of this name, which is given each model before it is sharded."""
+
+    def __init__(self, plugin: Any) -> None:
+        self._plugin, self._original = plugin, plugin.set_auto_wrap_policy
+        self._names = plugin.transformer_cls_names_to_wrap
+
+    def __call__(self, model: nn.Module) -> None:
+        names = set(self._names or getattr(model, "_no_split_modules", None) or ())
+        kinds = {type(module) for module in model.modules()}
+        found = sorted({kind.__name__ for kind in kinds if names & {base.__name__ for base in kind.__mro__}})
+        self._plugin.transformer_cls_names_to_wrap = found or self._names
+        self._original(model)
 
 
 def follow_sharding(model: nn.Module, messages: Encoding | None) -> None:

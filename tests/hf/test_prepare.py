@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate import Accelerator, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
+from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from torch import nn
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
-from fp8booster import FP8Config, FP8Linear, quantize
+from fp8booster import FP8Config, FP8Linear, convert_to_fp8, fuse, quantize
 from fp8booster.hf import FP8Callback, prepare
+from fp8booster.hf.sharding import name_units
 from fp8booster.nn.fused import fused_summary, use_fused_loss, use_native_loss
 from fp8booster.optim import AdamW
 from tests.colossal.models import tiny_llama, token_batch
@@ -100,6 +103,27 @@ def test_weights_frozen_in_fp8_are_not_sharded() -> None:
     state = SimpleNamespace(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin, mixed_precision="bf16")
     with pytest.raises(ValueError, match=r"whole on each rank under FSDP2, .*; train adapters on them with DDP"):
         prepare(quantize(tiny_llama(), ALWAYS), accelerator=SimpleNamespace(ddp_handler=None, state=state))
+
+
+def units_of(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> list[nn.Module]:
+    """Return the modules that accelerate shards one by one."""
+    plugin.set_auto_wrap_policy(model)
+    is_unit = fsdp2_prepare_auto_wrap_policy(plugin, model)
+    return [module for module in model.modules() if is_unit(module)]
+
+
+@pytest.mark.parametrize("names", [None, ["LlamaDecoderLayer"]])
+def test_one_accelerator_shards_the_layers_of_models_with_fp8_and_without(names: list[str] | None) -> None:
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=names
+    )
+    models = [tiny_llama() for _ in range(4)]
+    for model in models[:3]:
+        config = replace(ALWAYS, cuda_graphs=True) if model is models[1] else ALWAYS
+        fuse(convert_to_fp8(model, config))
+        name_units(plugin)
+    for model in [*models, models[0]]:
+        assert units_of(plugin, model) == list(model.model.layers)
 
 
 def test_an_accelerator_that_converts_to_fp8_itself_is_refused() -> None:
