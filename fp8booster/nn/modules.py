@@ -56,6 +56,16 @@ def _mixed_class(mixin: Any, cls: type, forward: Callable[..., Any] | None) -> t
 _MIXED = "_fp8booster_mixed"
 
 
+def class_without(mixin: type, cls: type) -> Any:
+    """Return what a class was before `mixed_class` put a mixin before it, or before what is below another."""
+    mixed = vars(cls).get(_MIXED)
+    if mixed is None:
+        return cls
+    first, second = mixed
+    below = class_without(mixin, second)
+    return below if first is mixin else mixed_class(first, below)
+
+
 def _reduce_ex(self: Any, protocol: int) -> tuple:
     reduced: Any = object.__reduce_ex__(self, max(protocol, 2))  # with what a class's `__getstate__` leaves out
     return _new_of_mixed, (_ingredients(type(self)),), *reduced[2:]

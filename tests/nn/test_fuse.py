@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8booster import FP8Config, capture_layers, convert_to_fp8, fuse
+from fp8booster import FP8Config, capture_layers, convert_to_fp8, fuse, report
 from fp8booster.nn.graphs.capture import CapturedLayer
 from tests.nn.fused.models import build
 
@@ -46,3 +46,15 @@ def test_a_call_by_hand_captures_all_layers() -> None:
     fuse(model)
     assert capture_layers(model, only_where_host_limits=True) == capture_layers(model) == len(model.model.layers)
     assert not any(layer.fp8_graphs.shared.only_where_host_limits for layer in model.model.layers)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_a_later_configuration_turns_graphs_off(family: str) -> None:
+    models = [convert_to_fp8(build(family), FP8Config(cuda_graphs=graphs)) for graphs in (True, False)]
+    for model in models:
+        fuse(model)
+    assert any(isinstance(each, CapturedLayer) for each in models[0].modules())
+    assert report(models[0]).summary() != report(models[1]).summary()
+    fuse(convert_to_fp8(models[0], FP8Config(cuda_graphs=False)))
+    assert [type(each) for each in models[0].modules()] == [type(each) for each in models[1].modules()]
+    assert report(models[0]).summary() == report(models[1]).summary()

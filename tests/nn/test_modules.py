@@ -11,7 +11,7 @@ from torch import nn
 
 from fp8booster import FP8Config, FP8Linear, convert_to_fp8, report
 from fp8booster.nn.convert import LEFT_OUT
-from fp8booster.nn.modules import change_class, mixed_class, repeated_layers
+from fp8booster.nn.modules import change_class, class_without, mixed_class, repeated_layers
 from tests.nn.models import tiny_llama
 
 TRANSFORMERS_5 = transformers.__version__.startswith("5.")
@@ -189,6 +189,13 @@ def test_a_module_of_mixed_classes_is_copied_and_pickled_as_its_own_class_is(cop
     assert type(other) is of_two is mixed_class(Quieter, mixed_class(Louder, Shy))
     assert torch.equal(other(x), right)
     assert not hasattr(other, "secret")
+
+
+def test_a_mixin_is_taken_out_of_a_class_again() -> None:
+    of_two = mixed_class(Quieter, mixed_class(Louder, Shy))
+    assert class_without(Quieter, of_two) is mixed_class(Louder, Shy)
+    assert class_without(Louder, of_two) is mixed_class(Quieter, Shy)
+    assert class_without(Louder, Shy) is Shy
 
 
 def test_a_class_whose_forward_was_replaced_is_mixed_anew(monkeypatch) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from fp8booster.config import FP8Config
 from fp8booster.nn.graphs.layer import STATE_BYTES, LayerGraphs, Shared
 from fp8booster.nn.graphs.units import Unit, units_of
-from fp8booster.nn.modules import change_class, mixed_class, repeated_layers, require_module
+from fp8booster.nn.modules import change_class, class_without, mixed_class, repeated_layers, require_module
 
 
 class CapturedLayer(nn.Module):
@@ -74,6 +74,8 @@ _WHY_PARTED = "_fp8booster_parted"
 def capture_as_configured(model: nn.Module, config: FP8Config) -> None:
     """Let the repeated layers of a model be captured into CUDA graphs as `FP8Config.cuda_graphs` says.
 
+    Where it says nowhere, those that an earlier configuration let be captured are no longer.
+
     Args:
         model, config: of its FP8 layers, converted before.
     """
@@ -81,6 +83,17 @@ def capture_as_configured(model: nn.Module, config: FP8Config) -> None:
     # left open, graphs are a matter of speed: a strategy that cannot be captured is no mistake of the user's
     if graphs or (graphs is None and torch.cuda.is_available() and config.scaling.is_captured):
         capture_layers(model, only_where_host_limits=graphs is None)
+    elif graphs is False:
+        _release_layers(model)
+
+
+def _release_layers(model: nn.Module) -> None:
+    """Undo `capture_layers`. Backwards that are awaited have their graphs."""
+    for module in model.modules():
+        vars(module).pop(_WHY_PARTED, None)
+        if isinstance(module, CapturedLayer):
+            change_class(module, class_without(CapturedLayer, type(module)))
+            del vars(module)["fp8_graphs"]
 
 
 def look_inside(model: nn.Module, when: Callable[[], bool]) -> Callable[[], None]:
