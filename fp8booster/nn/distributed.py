@@ -32,7 +32,7 @@ from fp8booster.nn.graphs import capture_as_configured
 from fp8booster.nn.graphs.capture import CapturedLayer
 from fp8booster.nn.linear.frozen import FrozenLayer
 from fp8booster.nn.linear.layer import FP8Layer
-from fp8booster.nn.modules import change_class, repeated_layers, require_module, vocabulary_heads
+from fp8booster.nn.modules import change_class, inside_wrappers, repeated_layers, require_module, vocabulary_heads
 
 BUCKET_MB = 64
 """Of DDP's buckets: inside a node, messages under 64 MiB are faster uncompressed (`comm.threshold`), and DDP closes a
@@ -89,7 +89,7 @@ def fully_shard(
         # FP8 alone is there of these, which a policy would cast; each rank keeps them whole
         "ignored_params": {each for layer in frozen for each in layer.parameters()},
     }
-    for unit in repeated_layers(model) if units is None else units:
+    for unit in dict.fromkeys(repeated_layers(model) if units is None else units):  # a layer may run several times
         shard_by_torch(unit, **options)
     shard_by_torch(model, **options)
     for layer in frozen:  # FSDP2 moves what it shards alone
@@ -110,7 +110,7 @@ def follow_fsdp2(model: nn.Module, messages: Encoding | None) -> None:
     """
     unit_of: dict[nn.Module, nn.Module] = {}
     for unit in fsdp_units(model):
-        if isinstance(unit, FusedDecoderLayer):
+        if isinstance(inside_wrappers(unit), FusedDecoderLayer):
             # what it is given was made by parameters in this dtype, and a cast loses the boundaries of packed sequences
             state = cast(FSDPModule, unit)._get_fsdp_state()
             state._mp_policy = replace(state._mp_policy, cast_forward_inputs=False)

@@ -9,6 +9,7 @@ from operator import attrgetter, is_
 from typing import Any, TypeVar, cast
 
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 
 Held = TypeVar("Held")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -219,6 +220,13 @@ def _lacks_weights(layer: nn.Module) -> bool:
     """Tell whether a pipeline has taken the weights out of a layer, which another stage holds."""
     slots = any(module._parameters for module in layer.modules())
     return slots and next(layer.parameters(), None) is None
+
+
+def inside_wrappers(module: nn.Module) -> nn.Module:
+    """Return what torch's wrappers for activation checkpointing, and for activations on the host, are around."""
+    while isinstance(module, ActivationWrapper):
+        module = module._checkpoint_wrapped_module
+    return module
 
 
 def repeated_layers(module: nn.Module) -> list[nn.Module]:

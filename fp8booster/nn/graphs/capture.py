@@ -16,7 +16,14 @@ from torch import nn
 from fp8booster.config import FP8Config
 from fp8booster.nn.graphs.layer import STATE_BYTES, LayerGraphs, Shared
 from fp8booster.nn.graphs.units import Unit, units_of
-from fp8booster.nn.modules import change_class, class_without, mixed_class, repeated_layers, require_module
+from fp8booster.nn.modules import (
+    change_class,
+    class_without,
+    inside_wrappers,
+    mixed_class,
+    repeated_layers,
+    require_module,
+)
 
 
 class CapturedLayer(nn.Module):
@@ -50,7 +57,7 @@ def capture_layers(model: nn.Module, *, only_where_host_limits: bool = False) ->
     require_module(model)
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
     shared = Shared(only_where_host_limits, unseen=STATE_BYTES * trained)
-    layers = repeated_layers(model)
+    layers = [inside_wrappers(each) for each in repeated_layers(model)]
     for layer in layers:
         units, reason = units_of(layer)
         if isinstance(layer, CapturedLayer):  # what has become eager since leaves it whole

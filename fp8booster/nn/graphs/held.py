@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
 
 from fp8booster.nn.graphs.recorder import Recorder
@@ -82,8 +83,9 @@ class Held:
                 return f"{module.fp8_config.scaling.name} scales, of which a graph cannot tell when a step begins"
             if module is not layer and is_looked_at(module):  # the layer's own hooks run around its forward
                 return "hooks of a module inside must run"
+        gathered = _gathered_by_torch()
         for each in self._parameters:
-            if not getattr(each, "stays", not isinstance(layer, FSDPModule)):
+            if not getattr(each, "stays", id(each) not in gathered):
                 return "a weight is gathered elsewhere each time"
             if not _is_plain(each):
                 return f"a weight is a {type(each).__name__}"
@@ -94,6 +96,17 @@ class Held:
 
 def _is_plain(parameter: nn.Parameter) -> bool:
     return type(parameter) is nn.Parameter
+
+
+def _gathered_by_torch() -> set[int]:
+    """Return the identities of parameters that FSDP2 gathers and frees, in whichever units of whichever models."""
+    found: set[int] = set()
+    for module in list(_module_state_mapping):
+        if isinstance(module, FSDPModule):
+            of_unit = module._get_fsdp_state()._fsdp_param_group
+            params = () if of_unit is None else of_unit.fsdp_params
+            found.update(id(each._unsharded_param) for each in params if hasattr(each, "_unsharded_param"))
+    return found
 
 
 _PARTS = attrgetter("_modules", "_buffers", "_parameters", *HOOKS)

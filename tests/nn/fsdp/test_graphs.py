@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as shard_by_torch
 
@@ -145,8 +146,44 @@ def readers(device: torch.device) -> dict[str, Any]:
     return outcome(models, device)
 
 
-def moving(device: torch.device, by_torch: bool) -> dict[str, Any]:
-    """Leave a large weight of each layer in 16 bits, or let torch shard the model."""
+def shared_layer(device: torch.device) -> dict[str, Any]:
+    """Let the last layer be the first one once more."""
+    models = []
+    for graphs in (False, True):
+        model = build(num_hidden_layers=LAYERS, use_cache=False).to(device)
+        model.model.layers[-1] = model.model.layers[0]
+        models.append(fully_shard(model, FP8Config(always=True, cuda_graphs=graphs)))
+    return outcome(models, device)
+
+
+def checkpointed(device: torch.device, by_torch: bool) -> dict[str, Any]:
+    """Train a model whose layers are in torch's wrappers before they are sharded, and packed sequences; and without."""
+    models = []
+    for wrapped in (False, True):
+        model = build(num_hidden_layers=LAYERS, use_cache=False).to(device)
+        config = FP8Config(always=True, cuda_graphs=True)
+        if by_torch:
+            fuse(convert_to_fp8(model, config))
+        if wrapped:
+            for number, each in enumerate(model.model.layers):
+                model.model.layers[number] = checkpoint_wrapper(each, preserve_rng_state=False)
+        if by_torch:
+            for unit in (*model.model.layers, model):
+                shard_by_torch(unit, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+            follow_fsdp2(model, Encoding())
+        else:
+            fully_shard(model, config)
+        models.append(model)
+    found = outcome(models, device)
+    length = batch().shape[1]
+    places = torch.cat([torch.arange(12), torch.arange(length - 12)])[None].to(device)
+    ids = batch()[:1].to(device)
+    found["packed"] = [model(input_ids=ids, labels=ids, position_ids=places).loss.item() for model in models]
+    return found
+
+
+def moving(device: torch.device, by_torch: bool, at_once: bool = False) -> dict[str, Any]:
+    """Leave a large weight of each layer in 16 bits, or let torch shard the model, by layers or all of them at once."""
     models = []
     for graphs in (False, True):
         model = build(num_hidden_layers=LAYERS).to(device)
@@ -154,7 +191,7 @@ def moving(device: torch.device, by_torch: bool) -> dict[str, Any]:
         config = FP8Config(always=True, cuda_graphs=graphs, **layers)
         if by_torch:
             fuse(convert_to_fp8(model, config))
-            for unit in (*model.model.layers, model):
+            for unit in (*([model.model] if at_once else model.model.layers), model):
                 shard_by_torch(unit)
         else:
             fully_shard(model, config)
@@ -207,6 +244,11 @@ def everything(kind: str) -> dict[str, Any]:
         found["kept whole"] = kept_whole(device)
         found["as accelerate does"] = as_accelerate_does(device)
         found["gradients"] = given_as
+        if kind == "cpu":
+            found["shared layer"] = shared_layer(device)
+            found["by torch, at once"] = moving(device, by_torch=True, at_once=True)
+            for by_torch in (False, True):
+                found["checkpointed", by_torch] = checkpointed(device, by_torch)
         found["readers"] = readers(device)
         if kind == "cpu" or hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
             found["experts"] = outcome([sharded(device, graphs, "mixtral") for graphs in (False, True)], device)
@@ -247,6 +289,24 @@ def test_layers_are_gathered_into_two_places_by_turns(ranks: list[dict[str, Any]
         assert rank["whole after forward"]["places"] == LAYERS
 
 
+def test_a_layer_that_runs_twice_is_sharded_once(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        eager, replayed = rank["shared layer"]["trained"]
+        assert not any(math.isnan(each) for each in eager)
+        assert eager == replayed
+        assert rank["shared layer"]["captured"] == {None: LAYERS - 1}
+
+
+@pytest.mark.parametrize("by_torch", [False, True])
+def test_layers_in_wrappers_that_checkpoint_them_compute_the_same_and_get_packed_sequences(
+    ranks: list[dict[str, Any]], by_torch: bool
+) -> None:
+    for rank in ranks:
+        found = rank["checkpointed", by_torch]
+        check_bits(found)
+        assert found["packed"][0] == found["packed"][1]
+
+
 def test_no_rank_keeps_places_for_the_gradients_of_whole_layers(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert len(rank["gradients"]) > LAYERS
@@ -266,7 +326,9 @@ def test_what_is_gathered_by_hand_is_never_taken_for_another_and_comes_back(rank
         check_by_hand(rank["by hand"])
 
 
-@pytest.mark.parametrize(("case", "reason"), [("readers", READS), ("moving", MOVES), ("by torch", MOVES)])
+@pytest.mark.parametrize(
+    ("case", "reason"), [("readers", READS), ("moving", MOVES), ("by torch", MOVES), ("by torch, at once", MOVES)]
+)
 def test_a_layer_that_reads_what_a_graph_would_not_find_runs_without(ranks: list[Any], case: str, reason: str) -> None:
     for rank in ranks:
         eager, others = rank[case]["trained"]
