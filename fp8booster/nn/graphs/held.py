@@ -63,7 +63,7 @@ class Held:
 
     @property
     def why_not(self) -> str | None:
-        """Why the layer is not captured or replayed now, with what its modules hold."""
+        """Return why the layer is not captured or replayed now, with what its modules hold; None: it is."""
         if True in map(_MOVES, self._sources):  # of FSDP2, by what else is gathered now
             return "its weights are gathered elsewhere"
         return self._why_never
