@@ -25,7 +25,6 @@ from fp8booster.nn.convert import convert_to_fp8
 from fp8booster.nn.fsdp.bookkeeping import MovingFSDPParam
 from fp8booster.nn.fsdp.handle import hold_head, keep_no_weights, merged_by_unit
 from fp8booster.nn.fsdp.units import fsdp_units, gather_in_fp8, params_of, why_not_gathered
-from fp8booster.nn.fuse import fuse
 from fp8booster.nn.fused import fuse_model
 from fp8booster.nn.fused.decoder import FusedDecoderLayer
 from fp8booster.nn.graphs import capture_as_configured
@@ -159,7 +158,8 @@ def data_parallel(
     config = _prepared(model, config, "data_parallel")
     # before the wrapper, which looks at parameters when it is made
     if config.fused:
-        fuse(model)
+        fuse_model(model)
+    capture_as_configured(model, config)
     wrapped = DistributedDataParallel(model, process_group=process_group, **{"bucket_cap_mb": BUCKET_MB, **options})
     if config.messages is not None:
         wrapped.register_comm_hook(DDPState(group=process_group, encoding=config.messages), ddp_hook)
