@@ -48,7 +48,8 @@ app = typer.Typer(pretty_exceptions_enable=False, add_completion=False, invoke_w
 def main(
     context: typer.Context,
     data: Annotated[
-        str, typer.Option(help="Text to train on, as `fp8booster train --data`, or python, packages, or tokens.")
+        str,
+        typer.Option(help="Text to train on, as `fp8booster train --data`, or python, packages, mixed=FOLDER, tokens."),
     ] = "python",
     text_column: Annotated[str, typer.Option(help="Column with the text in tables.")] = "text",
     tokenizer: Annotated[Path | None, typer.Option(help="Folder of one (default: trained on the text).")] = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,8 @@ from fp8booster.training.batches import Batches, GlobalBatch, Replica
 RANDOM_BATCHES = 2
 """Batches of random tokens, taken in turn."""
 
-_LARGEST = 1 << 20  # bytes of a file of a package
+_LARGEST = 1 << 20  # bytes of a file that `gather_text` takes
+_SUFFIXES = (".py", ".c", ".md", ".rst", ".adoc", ".xml")
 
 
 def batches(job: Job, replica: Replica, device: torch.device) -> Callable[[int], torch.Tensor]:
@@ -104,7 +105,8 @@ def tokens_of(data: str, text_column: str, job: Job, tokenizer: Path | None = No
 
     Args:
         data: as `fp8booster train --data` takes it; "python", the standard library's sources; "packages", those of
-            installed packages and their documents; or a folder of tokens that this made before.
+            installed packages and their documents; "mixed=FOLDER", sources and documents below a folder, as of several
+            repositories, in an order of chance; or a folder of tokens that this made before.
         text_column: of tables.
         job: whose model.
         tokenizer: a folder of one; None: it is trained on the text.
@@ -117,8 +119,11 @@ def tokens_of(data: str, text_column: str, job: Job, tokenizer: Path | None = No
     if tokenizer is not None and not folder_has_tokenizer(str(tokenizer)):
         raise ValueError(f"--tokenizer {tokenizer} holds no tokenizer; give a folder in Hugging Face's format")
     cache = cache_folder()
+    kind, named, folder = data.partition("=")
     if data == "packages":
-        data = str(gather_packages(cache))
+        data = str(gather_text([Path(sysconfig.get_paths()[name]) for name in ("purelib", "platlib")], cache))
+    elif kind == "mixed" and named:
+        data = str(gather_text([Path(folder)], cache))
     options = TrainOptions(
         model="7b",  # a size, so the tokenizer is trained on the text
         data=None if data == "python" else data,
@@ -129,19 +134,22 @@ def tokens_of(data: str, text_column: str, job: Job, tokenizer: Path | None = No
     return prepare_tokens(options, lambda text: None, None if tokenizer is None else str(tokenizer))
 
 
-def gather_packages(cache: Path) -> Path:
-    """A folder of links to the text of installed packages, in an order that depends on the content of each alone.
+def gather_text(roots: Iterable[Path], cache: Path) -> Path:
+    """A folder of links to the sources and documents below folders, in an order that depends on the content of each.
 
-    So what is held out at the end is of all packages. Files that are equal, not UTF-8, or above a megabyte, which are
+    So what is held out at the end is of all of them. Files that are equal, not UTF-8, or above a megabyte, which are
     tables more than text, are left out.
+
+    Raises:
+        ValueError: there is no such file.
     """
     found: dict[str, Path] = {}
-    for root in dict.fromkeys(sysconfig.get_paths()[name] for name in ("purelib", "platlib")):
+    for root in dict.fromkeys(roots):
         for folder, folders, names in os.walk(root):
             folders.sort()
             for name in sorted(names):
                 path = Path(folder, name)
-                if path.suffix not in (".py", ".md", ".rst") or not 0 < path.stat().st_size <= _LARGEST:
+                if path.suffix not in _SUFFIXES or not 0 < path.stat().st_size <= _LARGEST:
                     continue
                 content = path.read_bytes()
                 try:
@@ -150,12 +158,14 @@ def gather_packages(cache: Path) -> Path:
                     continue
                 found.setdefault(hashlib.sha256(content).hexdigest(), path)
     if not found:
-        raise ValueError("no installed package has text; give --data a file or a folder")
-    target = cache / f"packages-{hashlib.sha256(''.join(sorted(found)).encode()).hexdigest()[:24]}"
+        raise ValueError(
+            f"no file below {', '.join(map(str, roots))} ends in {', '.join(_SUFFIXES)}; give --data another folder"
+        )
+    target = cache / f"mixed-{hashlib.sha256(''.join(sorted(found)).encode()).hexdigest()[:24]}"
     if not target.exists():
         partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
         partial.mkdir(parents=True)
         for digest, path in found.items():
-            (partial / f"{digest}{path.suffix}").symlink_to(path.resolve())
+            (partial / f"{digest}.txt").symlink_to(path.resolve())
         partial.rename(target)
     return target

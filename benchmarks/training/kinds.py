@@ -69,7 +69,7 @@ def _written(read: Callable[[], Iterable[str]], kind: str) -> Path:
 
 
 def _descriptions() -> Iterator[str]:
-    """The long descriptions of installed packages; `gather_packages` has none, as they are in files of metadata."""
+    """The long descriptions of installed packages; `gather_text` has none, as they are in files of metadata."""
     for each in distributions():
         described = each.metadata.get_payload() or each.metadata["Description"]
         if described:
@@ -77,7 +77,7 @@ def _descriptions() -> Iterator[str]:
 
 
 def _headers() -> Iterator[str]:
-    """The headers of installed packages; `gather_packages` has none."""
+    """The headers of installed packages; `gather_text` has none."""
     for file in sorted(Path(sysconfig.get_paths()["purelib"]).rglob("*")):
         if file.suffix in _SUFFIXES:
             try:

@@ -32,7 +32,7 @@ from benchmarks.training.convergence import (
     tenths,
 )
 from benchmarks.training.curves import curve_table, equal_loss_table, timed_tables, tokens_to
-from benchmarks.training.data import gather_packages, tokens_of
+from benchmarks.training.data import gather_text, tokens_of
 from benchmarks.training.job import Job
 from benchmarks.training.kinds import kind_of_text
 from benchmarks.training.runs import HELD_OUT, NOT_FINITE, Run, RunFolder
@@ -535,15 +535,28 @@ def catalogue(messages: dict[str, str]) -> bytes:
     return struct.pack(f"<{7 + len(tables)}I", *head, *tables) + keys + values
 
 
-def test_packages_are_gathered_once(tmp_path, monkeypatch) -> None:
+def test_text_is_gathered_once_and_in_an_order_of_its_own(tmp_path) -> None:
     packages = tmp_path / "packages"
     (packages / "a").mkdir(parents=True)
     for name, content in {"a/x.py": b"x", "same.py": b"x", "y.md": b"y", "latin.py": b"\xe4", "z.so": b"z"}.items():
         (packages / name).write_bytes(content)
-    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"purelib": str(packages), "platlib": str(packages)})
-    folder = gather_packages(tmp_path / "cache")
+    folder = gather_text([packages, packages], tmp_path / "cache")
     assert sorted(path.read_text() for path in folder.iterdir()) == ["x", "y"]
-    assert gather_packages(tmp_path / "cache") == folder
+    # the order is that of digests, wherever a file lies
+    (packages / "same.py").rename(packages / "a" / "moved.py")
+    (packages / "y.md").rename(packages / "first.md")
+    assert gather_text([packages], tmp_path / "cache") == folder
+    with pytest.raises(ValueError, match="give --data another folder"):
+        gather_text([tmp_path / "none"], tmp_path / "cache")
+
+
+def test_mixed_text_is_that_of_a_folder(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "texts").mkdir()
+    for number in range(3):
+        (tmp_path / "texts" / f"{number}.md").write_text(f"text {number} " * 50)
+    tokens = tokens_of(f"mixed={tmp_path / 'texts'}", "text", Job(model="micro"))
+    assert tokens.count > 100
 
 
 def test_the_whole_command(text, tmp_path) -> None:
