@@ -194,6 +194,12 @@ class Observer:
             if reason is not None:
                 row.uncompressed[reason] += calls
 
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this process has sent since rows were last cleared."""
+        with self.lock:
+            return sum(row.wire_bytes for row in self.rows.values())
+
     def note(self, what: Note) -> bool:
         """Note something of a call; return False where it is kept for replays."""
         if self._kept is None:

@@ -49,7 +49,7 @@ def capture_layers(model: nn.Module, *, only_where_host_limits: bool = False) ->
     Args:
         model: converted, fused and sharded before.
         only_where_host_limits: not where the GPU takes `MOST_OF_HOST` times as long for a layer's first forwards as the
-            host. A later call changes this for layers that may be captured already.
+            host, unless these wait for other ranks. A later call changes this for layers that may be captured already.
 
     Returns:
         The number of layers.

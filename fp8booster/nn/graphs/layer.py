@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8booster.comm.observer import observer
 from fp8booster.nn.graphs import recorder
 from fp8booster.nn.graphs.call_state import (
     CHECKPOINTING,
@@ -50,7 +51,8 @@ MOST_MOVES = 3
 
 MOST_OF_HOST = 1.5
 """A layer's forward that takes the GPU more than so many times as long as the host is left alone: its step has no time
-in which the GPU waits, and copies into and out of graphs would cost up to 4 %."""
+in which the GPU waits, and copies into and out of graphs would cost up to 4 %. One that sends to other ranks is
+captured whatever it takes, for its kernels wait for the slowest host."""
 
 COPY_RATE = 1.1e12
 """Bytes a second of gradients that graphs copy out, on an H100: those of experts, of which no product can be told where
@@ -76,6 +78,7 @@ class _Kind:
     kept: int = 0  # bytes that its forward leaves for backward, with its outputs
     passing: int = 0  # bytes that its forward takes in all
     draws: bool = False  # random numbers
+    sends: bool = False  # to other ranks, for which its kernels wait
     why_not: str | None = None
 
 
@@ -253,7 +256,8 @@ class LayerGraphs:
         if recompute and kind.draws:
             kind.why_not = "it draws random numbers, which checkpointing must draw again"
         seconds: list[float] = []
-        if not kind.pairs and kind.why_not is None and self.shared.only_where_host_limits:
+        # how long a GPU takes that waits for another rank's host says nothing of this one
+        if not kind.pairs and kind.why_not is None and self.shared.only_where_host_limits and not kind.sends:
             seconds = [found for measured in kind.gpu_seconds if (found := measured()) is not None]
             if len(seconds) < len(kind.gpu_seconds):  # the GPU is so far behind that it has not come to all of them
                 self.why_not = TOO_EARLY
@@ -347,12 +351,13 @@ def _warm_up(
     allocated = (0, 0) if record is None else record.allocated()
     with collected_uses() as uses:
         end = None if record is None else record.timer()
-        drawn, began = random_state(device), time.perf_counter()
+        drawn, sent, began = random_state(device), observer.sent_bytes, time.perf_counter()
         made = forward(*args, **kwargs)
         kind.host_seconds = min(kind.host_seconds, time.perf_counter() - began)
         if end is not None:
             kind.gpu_seconds.append(end())
         kind.draws |= random_state(device) != drawn
+        kind.sends |= observer.sent_bytes > sent
     if collected.values_were_read:
         kind.why_not = "it reads values of weights that are gathered in FP8 alone"
     if record is not None:

@@ -15,6 +15,7 @@ from fp8booster import FP8Config, convert_to_fp8, fuse, report
 from fp8booster.config import GRADIENT_ACCUMULATIONS, Activations
 from fp8booster.kernels.device import current_stream
 from fp8booster.nn.fsdp.handle import follow_resharding
+from fp8booster.comm.observer import observer
 from fp8booster.nn.graphs import capture_layers, captured_layers, free_graphs, recorder
 from fp8booster.nn.graphs import layer as layer_module
 from fp8booster.nn.graphs.layer import MOST_KINDS, TOO_EARLY, WARM_UP, LayerGraphs, Shared
@@ -405,7 +406,7 @@ def test_what_is_not_captured_is_named(device: torch.device) -> None:
     model.disable_input_require_grads()
     with torch.autograd.graph.save_on_cpu():
         assert reasons(model, device) == ["what it saves for backward is stored elsewhere"]
-    for length in range(1, MOST_KINDS):
+    for length in range(MOST_KINDS):
         forward(model, tokens(0, device, 32 + length)).backward()
     assert list(captured_layers(model)) == [TOO_EARLY]
     forward(model, tokens(0, device, 64)).backward()
@@ -517,6 +518,32 @@ def test_what_graphs_gain_nothing_for_is_left_alone(
         for _ in range(WARM_UP + 2):
             each(torch.randn(2, 8, FEATURES)).sum().backward()
         assert captured_layers(each) == {found: 1}
+
+
+class Sending(Pair):
+    """Two matrices of each of some ranks, whose results are added up."""
+
+    ranks = 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        observer.count_plain("all_reduce", self.ranks, y.nbytes, "small")
+        return y
+
+
+@pytest.mark.parametrize(("ranks", "found"), [(2, None), (1, "the GPU takes longer than the host")])
+def test_the_time_of_a_gpu_that_waits_for_another_rank_does_not_count(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, found: str | None
+) -> None:
+    monkeypatch.setattr(Sending, "ranks", ranks)
+    rerun = Rerun()
+    monkeypatch.setattr(recorder, "recorder_for", lambda _: rerun)
+    monkeypatch.setattr(rerun, "timer", lambda: lambda: lambda: 9.0)
+    layer = Sending()
+    capture_layers(nn.ModuleDict({"layers": nn.ModuleList([layer, Sending()])}), only_where_host_limits=True)
+    for _ in range(WARM_UP + 2):
+        layer(torch.randn(2, 8, FEATURES)).sum().backward()
+    assert captured_layers(layer) == {found: 1}
 
 
 @pytest.mark.gpu
