@@ -22,7 +22,7 @@ READY5 := $(VENV5)/.fp8booster-ready
 # What concerns transformers: models and what is fused of them; of each plugin, and of the command, that it shards,
 # trains, communicates, recomputes and saves these models. The rest is the same with any version.
 TESTS5 := tests/hf tests/examples/test_trainer.py tests/examples/test_plain.py tests/nn/test_distributed.py \
-  tests/nn/test_families.py tests/nn/test_modules.py tests/nn/linear/test_conv1d.py \
+  tests/nn/graphs tests/nn/test_families.py tests/nn/test_modules.py tests/nn/linear/test_conv1d.py \
   $(addprefix tests/serving/test_,export.py handover.py gathering.py names.py compressed_tensors.py key_value_cache.py) \
   $(addprefix tests/nn/fused/test_,autocast.py causal_lm_loss.py decoder.py families.py fuse.py packing.py \
     recompute.py transformers.py) \

@@ -39,8 +39,17 @@ def is_checkpointed_alone(layer: nn.Module) -> bool:
     frame = _in_closure(hooks[0], "frame") if hooks else None
     called = _in_closure(getattr(frame, "recompute_fn", None), "fn")
     while isinstance(called, partial):
+        # transformers 5 checkpoints within the layer's forward, and gives the layer to what that was before
+        if called.args and called.args[0] is layer and _is_forward_of(type(layer), called.func):
+            return True
         called = called.func
     return called is layer or getattr(called, "__self__", None) is layer
+
+
+def _is_forward_of(cls: type[nn.Module], function: Any) -> bool:
+    """Tell whether a function is the forward of a class or a base, or what one of them wraps."""
+    forwards = [vars(each)["forward"] for each in cls.__mro__ if "forward" in vars(each)]
+    return any(function is each or function is getattr(each, "__wrapped__", None) for each in forwards)
 
 
 def _in_closure(function: Any, name: str) -> Any:

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from fp8booster import FP8Config, convert_to_fp8, fuse, report
+from fp8booster.comm.observer import observer
 from fp8booster.config import GRADIENT_ACCUMULATIONS, Activations
 from fp8booster.kernels.device import current_stream
 from fp8booster.nn.fsdp.handle import follow_resharding
-from fp8booster.comm.observer import observer
 from fp8booster.nn.graphs import capture_layers, captured_layers, free_graphs, recorder
 from fp8booster.nn.graphs import layer as layer_module
 from fp8booster.nn.graphs.layer import MOST_KINDS, TOO_EARLY, WARM_UP, LayerGraphs, Shared

@@ -6,6 +6,8 @@ import copy
 import gc
 import threading
 import weakref
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -86,12 +88,21 @@ def test_settings_that_change_within_containers_are_seen(device: torch.device) -
     assert captured_layers(models[1]) == {None: 2}
 
 
-def test_a_checkpoint_of_more_than_a_layer_runs_it_eagerly(device: torch.device) -> None:
+def of_model(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: run(model, x).sigmoid()
+
+
+def of_layer(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What is given a layer first, as its own forward is where transformers checkpoints within that."""
+    return partial(lambda layer, x: run(model, x).sigmoid(), model[0])
+
+
+@pytest.mark.parametrize("checkpointed", [of_model, of_layer])
+def test_a_checkpoint_of_more_than_a_layer_runs_it_eagerly(device: torch.device, checkpointed: Callable) -> None:
     models = blocks(device)
     for step in range(WARM_UP + 2):
         right, found = (
-            (checkpoint(lambda x, model=model: run(model, x).sigmoid(), given(step, device), use_reentrant=False).sum())
-            for model in models
+            (checkpoint(checkpointed(model), given(step, device), use_reentrant=False).sum()) for model in models
         )
         right.backward()
         found.backward()
