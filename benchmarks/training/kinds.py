@@ -16,6 +16,7 @@ from fp8booster.files import cache_folder, write_whole
 
 CODE, PROSE, HEADERS = "code", "prose", "headers"
 _SUFFIXES = (".h", ".hpp", ".cuh")
+_LONGEST = 8 << 20  # characters of a kind: more than is held out of any text, and read in seconds
 _SHORTEST = 40  # characters of a message that is a sentence more than a label
 
 
@@ -60,7 +61,7 @@ def _written(read: Callable[[], Iterable[str]], kind: str) -> Path:
             f"--kind is {kind!r}, and this machine has no {lacks}; use {CODE}, {PROSE}, {HEADERS}, the code of another "
             "language, as de, or NAME=PATH"
         )
-    text = "\n\n".join(documents)
+    text = "\n\n".join(documents)[:_LONGEST]
     path = cache_folder() / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:24]}.txt"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
