@@ -12,7 +12,7 @@ from fp8booster import FP8Config, comm, report
 from fp8booster.config import WeightCopies
 from fp8booster.nn.experts.mixture import LOOKED_AT
 from fp8booster.nn.experts.spread import EXCHANGED
-from fp8booster.nn.graphs import captured_layers, captured_parts, recorder
+from fp8booster.nn.graphs import capture_layers, captured_layers, captured_parts, recorder
 from fp8booster.nn.graphs.layer import WARM_UP
 from fp8booster.plugins import HybridParallelPlugin, LowLevelZeroPlugin, MoeHybridParallelPlugin, TorchDDPPlugin
 from tests.colossal.models import tiny_llama, token_batch
@@ -21,8 +21,9 @@ from tests.colossal.pipeline.runs import MICRO_BATCHES, SCHEDULES, Pipeline
 from tests.distributed import ranks, run_ranks
 from tests.nn.experts.families import FAMILIES, batch_of, tiny_mixture
 from tests.nn.graphs.rerun import Rerun
-from tests.plugins.training import boost, train
+from tests.plugins.training import assert_same_outcome, boost, outcome, train
 
+LEFT_ALONE = "the GPU takes longer than the host"
 TENSOR_PARALLEL = {"tp_size": 2, "pp_size": 1, "zero_stage": 0, "precision": "bf16"}
 PLUGINS = {
     "ZeRO 1": (LowLevelZeroPlugin, {"stage": 1}),
@@ -69,6 +70,35 @@ def test_captured_layers_train_as_they_are(name: str, monkeypatch: pytest.Monkey
     assert sent[0] == sent[1]
     captured = captured_layers(boosted.model)
     assert captured == {None: 2}, captured
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", PLUGINS)
+def test_ranks_that_replay_train_with_ranks_that_do_not(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host of rank 1 keeps ahead of its GPU, which leaves its layers alone unless they wait for rank 0 inside."""
+    rerun = Rerun()
+    monkeypatch.setattr(rerun, "timer", lambda: lambda: lambda: 9.0 * dist.get_rank())
+    monkeypatch.setattr(recorder, "recorder_for", lambda _: rerun)
+    kind, options = PLUGINS[name]
+    found = []
+    for graphs in (False, True):
+        given: dict[str, Any] = {"precision": "bf16", **options} if kind is not TorchDDPPlugin else dict(options)
+        config = FP8Config(
+            always=True,
+            cuda_graphs=graphs,
+            weight_copies=WeightCopies(high_precision=given.pop("high_precision", None)),
+        )
+        model = tiny_llama()
+        model.config.use_cache = False
+        boosted = boost(kind(use_fp8=True, fp8_config=config, **given), model)
+        if graphs:
+            capture_layers(boosted.model, only_where_host_limits=True)
+        if hasattr(boosted.optimizer, "_reduce_bucket_size"):
+            boosted.optimizer._reduce_bucket_size = 5000  # a layer fills several
+        found.append(outcome(boosted, steps=WARM_UP + 4))
+    waits = "parallel" in name
+    assert captured_layers(boosted.model) == {None if waits or not dist.get_rank() else LEFT_ALONE: 2}
+    assert_same_outcome(*found)
 
 
 @ranks(1)

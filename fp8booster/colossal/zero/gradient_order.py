@@ -5,7 +5,8 @@ Whether layers run in FP8, and those such as q, k and v as one product, is chose
 (`nn.linear.speed_model`), of which ranks may have different ones. As one product they give their gradients in another
 order than one by one, and in FP8 a layer gives weight and bias in another order than in 16 bits. So do experts that
 are modules: one by one they give theirs from the last expert to the first, and grouped products give those of all
-experts in an order that autograd does not promise.
+experts in an order that autograd does not promise. And a layer that is replayed from a CUDA graph gives all of its
+gradients at once: each rank has captured what its own batches and its own host asked for.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from fp8booster.colossal.temporarily import temporarily
 from fp8booster.nn.experts.fp8_experts import FP8Experts
 from fp8booster.nn.experts.grouped import grouped_experts
 from fp8booster.nn.fused.merged_layers import merged_layers
+from fp8booster.nn.graphs.units import units_of
 from fp8booster.nn.linear.layer import FP8Layer
-from fp8booster.nn.modules import change_class, mixed_class
+from fp8booster.nn.modules import change_class, mixed_class, repeated_layers
 
 
 def keep_one_order(optimizer: LowLevelZeroOptimizer, model: nn.Module) -> None:
@@ -57,7 +59,16 @@ class _Set:
 
 
 def _sets(model: nn.Module) -> list[_Set]:
-    """Return the trained parameters of experts and layers that may run as one product, and of each other FP8 layer."""
+    """Return the trained parameters of what may be captured, of products of several layers, and of other layers."""
+    sets = _sets_of_products(model)
+    for layer in repeated_layers(model):
+        for unit in units_of(layer)[0]:
+            sets = _with_whole(unit.module, sets)
+    # a lone parameter has no order to keep, and holding it back would only delay its bucket
+    return [each for each in sets if sum(map(len, each.parts)) > 1]
+
+
+def _sets_of_products(model: nn.Module) -> list[_Set]:
     # from the last expert to the first, as one by one: there none waits for the others, and buckets free their memory
     by_parts: list[list[Iterable[nn.Module]]] = [
         [expert.modules() for expert in reversed(grouped.experts)] for grouped in grouped_experts(model)
@@ -74,10 +85,27 @@ def _sets(model: nn.Module) -> list[_Set]:
             taken.update(members)
             if members:
                 parts.append(members)
-        # a lone parameter has no order to keep, and holding it back would only delay its bucket
-        if sum(map(len, parts)) > 1:
+        if parts:
             sets.append(_Set(parts))
     return sets
+
+
+def _with_whole(unit: nn.Module, sets: list[_Set]) -> list[_Set]:
+    """Return the sets with one of a unit's parameters in place of those of its products.
+
+    Its parts come as the unit's own backward gives them, run without a graph: the last products first. So none waits
+    there for another, but for vectors, as of norms, which come last.
+    """
+    places = {each: number for number, each in enumerate(unit.parameters())}
+    inside = [each for each in sets if each.parts[0][0] in places]
+    in_products = {each for of_set in inside for part in of_set.parts for each in part}
+    elsewhere = {each for of_set in sets for part in of_set.parts for each in part} - in_products
+    parts = [part for of_set in inside for part in of_set.parts]
+    parts += [[each] for each in places if each.requires_grad and each not in in_products | elsewhere]
+    # a parameter that layers share is in the set of the first
+    parts.sort(key=lambda part: (all(each.dim() < 2 for each in part), -places.get(part[0], 0)))
+    kept = [each for each in sets if each not in inside]
+    return [*kept, _Set(parts)] if parts else kept
 
 
 class _InOneOrder(LowLevelZeroOptimizer):

@@ -159,6 +159,44 @@ def test_what_is_taken_in_the_order_of_the_parameters_is_not_held_back(name: str
     assert optimizer.entered == [("0.bias", 5)]
 
 
+class Layer(nn.Module):
+    """A norm, two products, and a bias behind the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(32, bias=False), nn.Linear(32, 32, bias=False)
+        self.down = nn.Linear(32, 32)
+
+
+def test_a_layer_enters_in_one_order_run_without_a_graph_or_with_one() -> None:
+    """One of the layers that graphs are made of gives its gradients from the last product, or all at once."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.ModuleList(Layer() for _ in range(2)))
+    model = convert_to_fp8(model, FP8Config(always=True, emulate=True))
+    optimizer, parameters = optimizer_of(model), dict(model.named_parameters())
+    of_layer = ("down.weight", "down.bias", "up.weight", "norm.weight")
+    one_by_one = [f"1.{number}.{name}" for number in (1, 0) for name in of_layer]
+    for number, name in enumerate(one_by_one, 1):
+        optimizer._add_to_bucket(parameters[name], 3)
+        # none waits but the weight for its bias
+        assert len(optimizer.entered) == number - name.endswith("down.weight"), name
+    in_order = list(optimizer.entered)
+    assert in_order == [(name, 3) for name in one_by_one]
+    for order in permutations(of_layer):
+        optimizer.zero_grad()
+        for number in (1, 0):
+            for name in order:
+                optimizer._add_to_bucket(parameters[f"1.{number}.{name}"], 3)
+        assert optimizer.entered == in_order, order
+
+
+def test_a_parameter_that_layers_share_enters_once() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.ModuleList(Layer() for _ in range(2)))
+    model[1][1].norm.weight = model[1][0].norm.weight
+    model = convert_to_fp8(model, FP8Config(always=True, emulate=True))
+    members = [each for of_set in _sets(model) for part in of_set.parts for each in part]
+    assert len(members) == len({*members}) == 9  # two of the first layer
+
+
 def test_sets_are_of_trained_parameters_that_no_other_set_has() -> None:
     model = layers()
     assert parts_of(model) == [[[model[0].weight, model[0].bias]]]
