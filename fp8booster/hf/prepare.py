@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -91,6 +93,8 @@ def convert(
     if state is not None:
         _check_precision(model, state.mixed_precision)
     plugin = None if state is None else _sharding_of(state, model)
+    if state is not None:
+        _warn_of_lone_ranks(state)
     device = next((each.device for each in model.parameters()), torch.device("cpu")) if state is None else state.device
     require_fp8(device, config.emulate, config.granularity)
     if state is not None and plugin is None and getattr(model, "hf_device_map", None) is None:
@@ -136,6 +140,17 @@ def _check_precision(model: nn.Module, mixed_precision: str) -> None:
         raise ValueError(
             "what is not in FP8 needs a 16-bit type, and the model is in FP32; train with bf16=True of "
             'TrainingArguments or mixed_precision="bf16" of Accelerator, or load the model in BF16'
+        )
+
+
+def _warn_of_lone_ranks(state: AcceleratorState) -> None:
+    """Warn where a launcher started several processes and accelerate takes each for the only one, as without a GPU."""
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if state.distributed_type.value == "NO" and ranks != "1":
+        warnings.warn(
+            f"each of {ranks} processes trains alone on {state.device}, and gradients are not averaged: accelerate "
+            "found no GPU; to train on CPUs give TrainingArguments use_cpu=True, or Accelerator cpu=True",
+            stacklevel=4,
         )
 
 

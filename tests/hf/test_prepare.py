@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -96,6 +97,20 @@ def test_engines_that_do_not_go_with_fp8_are_refused(kind: DistributedType, says
     with pytest.raises(ValueError, match=says):
         prepare(model, ALWAYS, accelerator=accelerator)
     assert not any(isinstance(each, FP8Linear) for each in model.modules())
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_ranks_that_each_train_alone_are_told(ranks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    state = SimpleNamespace(
+        distributed_type=DistributedType.NO, mixed_precision="bf16", device=torch.device("cpu"), fsdp_plugin=None
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        prepare(tiny_llama(), ALWAYS, accelerator=SimpleNamespace(ddp_handler=None, state=state))
+    told = [str(each.message) for each in caught if "trains alone" in str(each.message)]
+    assert len(told) == (ranks == "2"), told
+    assert all("each of 2 processes trains alone on cpu" in each and "cpu=True" in each for each in told)
 
 
 def test_weights_frozen_in_fp8_are_not_sharded() -> None:
