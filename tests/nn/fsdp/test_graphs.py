@@ -240,6 +240,8 @@ def everything(kind: str) -> dict[str, Any]:
             "trained": [trained(model, device, micro_batches=2) for model in models],
             "captured": dict(captured_layers(models[1])),
         }
+        models = [sharded(device, graphs and dist.get_rank() == 0) for graphs in (False, True)]
+        found["on one rank"] = outcome(models, device)
         found["by hand"] = by_hand(device)
         found["kept whole"] = kept_whole(device)
         found["as accelerate does"] = as_accelerate_does(device)
@@ -281,6 +283,13 @@ def check_by_hand(found: dict[str, Any]) -> None:
 def test_replayed_layers_compute_the_bits_of_eager_ones(ranks: list[dict[str, Any]], case: str) -> None:
     for rank in ranks:
         check_bits(rank[case])
+
+
+def test_ranks_that_replay_train_with_ranks_that_do_not(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        eager, found = rank["on one rank"]["trained"]
+        assert eager == found
+    assert [rank["on one rank"]["captured"] for rank in ranks] == [{None: LAYERS}, {}]
 
 
 def test_layers_are_gathered_into_two_places_by_turns(ranks: list[dict[str, Any]]) -> None:
