@@ -161,10 +161,10 @@ class FP8Config:
     cuda_graphs: bool | None = None
     """Replay decoder layers as CUDA graphs in training, once they ran a few times with the same shapes
     (`nn.graphs.capture_layers`), so that a small model does not wait for Python; values stay the same, bit for bit.
-    None does so on a GPU where the host takes longer for a layer than the GPU, True wherever it can be. Of a layer with
-    experts that must run eagerly the other parts are replayed. Layers share what they need only while they run; where
-    there is no room for what stays, they run eagerly. The report tells which layers were not captured, and why. In the
-    plugins, and by `fuse` in plain PyTorch."""
+    None does so on a GPU where the host takes longer for a layer than the GPU, or the layer sends to other ranks; True
+    wherever it can be. Of a layer with experts that must run eagerly the other parts are replayed. Layers share what
+    they need only while they run; where there is no room for what stays, they run eagerly. The report tells which
+    layers were not captured, and why. In the plugins, and by `fuse` in plain PyTorch."""
 
     weight_copies: WeightCopies = WeightCopies()
     """Copies of FP8 weights that are kept."""
