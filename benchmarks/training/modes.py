@@ -118,7 +118,7 @@ def layer_table(records: Sequence[Record]) -> Table:
         "What ran in FP8",
         [
             Column("mode", lambda r: r["label"]),
-            Column("linear layers of rank 0", lambda r: _of(r, FP8, lambda e: e["layers"] or "-")),
+            Column("linear layers", lambda r: _of(r, FP8, lambda e: e["layers"] or "-")),
             Column("fused", lambda r: _of(r, FP8, lambda e: e["fused"] or "-")),
             Column("steps", lambda r: str(len(r["losses"][FP8])) if FP8 in r["losses"] else "-"),
             Column("loss, first to last", _loss),

@@ -39,12 +39,29 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
     ready = time.perf_counter()
     trace = None if task["trace"] is None else Path(task["trace"])
     outcome = measure(built, job, device, trace)
-    return outcome | facts_of(built.model) | {"build_s": ready - began, "measure_s": time.perf_counter() - ready}
+    return (
+        outcome
+        | of_all_ranks(facts_of(built.model))
+        | {"build_s": ready - began, "measure_s": time.perf_counter() - ready}
+    )
 
 
 def facts_of(model: torch.nn.Module) -> dict[str, str | None]:
     """Say what of a model computes in FP8, and what is fused."""
     return {"layers": _layers(model), "fused": _fused(model)}
+
+
+def of_all_ranks(facts: dict[str, str | None]) -> dict[str, str | None]:
+    """Return facts of this rank's model, by rank where they differ, as where some ranks alone replay CUDA graphs."""
+    found: list[dict[str, str | None]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(found, facts)
+    return {name: _by_rank([each[name] for each in found]) for name in facts}
+
+
+def _by_rank(told: list[str | None]) -> str | None:
+    if len(set(told)) == 1:
+        return told[0]
+    return "; ".join(f"rank {number}: {each or 'none'}" for number, each in enumerate(told))
 
 
 def _layers(model: torch.nn.Module) -> str | None:

@@ -9,13 +9,14 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+import torch.distributed as dist
 from typer.testing import CliRunner
 
 from benchmarks import llama
 from benchmarks.harness.environment import REPOSITORY
 from benchmarks.training import one_layer, worker
 from fp8booster import FP8Config
-from tests.distributed import TEST_SECONDS
+from tests.distributed import TEST_SECONDS, run_ranks
 
 EMULATED = ["--fp8-option", "emulate=true"]  # torch multiplies FP8 slowly on the CPU
 # native FSDP asks for a GPU
@@ -101,6 +102,15 @@ def test_a_worker_that_fails_writes_why(tmp_path, capsys) -> None:
     assert "Traceback" in capsys.readouterr().err
     memory = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has")
     assert worker.reason_of(memory) == "out of GPU memory: CUDA out of memory"
+
+
+def facts_of_two() -> dict[str, str | None]:
+    return worker.of_all_ranks({"layers": f"{dist.get_rank()} replayed", "fused": "all", "none": None})
+
+
+def test_facts_are_told_by_rank_where_they_differ() -> None:
+    told = {"layers": "rank 0: 0 replayed; rank 1: 1 replayed", "fused": "all", "none": None}
+    assert run_ranks(facts_of_two, 2) == [told, told]
 
 
 def test_a_process_that_asked_for_a_gpu_does_not_fork(monkeypatch) -> None:
