@@ -54,7 +54,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Counts by collective. `str()` gives a table."""
+    """Counts by collective, as `statistics()["all_reduce"].calls`. `str()` gives a table."""
 
     rows: dict[str, Row]
     thresholds: str = ESTIMATED.source
@@ -62,6 +62,13 @@ class Statistics:
 
     def __getitem__(self, collective: str) -> Row:
         return self.rows.get(collective, Row())
+
+    # without it Python would index by 0, 1, 2 ..., and each index has a row
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
 
     def table(self) -> Table:
         """Return the rows as a rich table."""

@@ -30,6 +30,8 @@ def test_coalesced_tensors_are_reduced_in_place(op: str) -> None:
     comm.all_reduce_coalesced(tensors, getattr(dist.ReduceOp, op), bucket_bytes=4000)
     # 700, 5000 and 2 + 3 values of FP32 do not fit together, 5000 do not fit at all; 1200, 1 and 1 of BF16 do
     assert comm.statistics()["all_reduce"].calls == 4
+    assert list(comm.statistics()) == ["all_reduce"]
+    assert "all_gather" not in comm.statistics()
     for tensor, value in zip(tensors, expected, strict=True):
         total = value.float()
         dist.all_reduce(total)
