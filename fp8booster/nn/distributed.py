@@ -73,8 +73,9 @@ def fully_shard(
     Raises:
         ValueError: the model, or a module of it, is sharded, wrapped or compiled already, or the configuration asks for
             what is not here, such as `automatic_scaling` of messages.
-        TypeError: the model is no module, or the configuration no FP8Config.
+        TypeError: the model or a unit is no module, or the configuration no FP8Config.
     """
+    given = None if units is None else _modules_of(units)
     config = _prepared(model, config, "fully_shard")
     if config.fused:
         fuse_model(model)
@@ -88,7 +89,7 @@ def fully_shard(
         # FP8 alone is there of these, which a policy would cast; each rank keeps them whole
         "ignored_params": {each for layer in frozen for each in layer.parameters()},
     }
-    for unit in dict.fromkeys(repeated_layers(model) if units is None else units):  # a layer may run several times
+    for unit in dict.fromkeys(repeated_layers(model) if given is None else given):  # a layer may run several times
         shard_by_torch(unit, **options)
     shard_by_torch(model, **options)
     for layer in frozen:  # FSDP2 moves what it shards alone
@@ -164,6 +165,15 @@ def data_parallel(
     if config.messages is not None:
         wrapped.register_comm_hook(DDPState(group=process_group, encoding=config.messages), ddp_hook)
     return wrapped
+
+
+def _modules_of(units: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the units that were given; TypeError for classes and names in place of modules."""
+    given = list(units) if isinstance(units, Iterable) else [units]
+    for each in given:
+        if not isinstance(each, nn.Module):
+            raise TypeError(f"units has {each!r}; give modules of the model, as list(model.model.layers)")
+    return given
 
 
 def _prepared(model: nn.Module, config: FP8Config | None, function: str) -> FP8Config:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -289,6 +290,7 @@ def orders() -> dict[str, Any]:
         "compiled": outcome(lambda: data_parallel(compiled)),
         "scaling": outcome(lambda: fully_shard(build(), FP8Config(messages=Encoding(automatic_scaling=True)))),
         "no module": outcome(lambda: fully_shard("llama")),
+        "units": [outcome(partial(fully_shard, build(), units=given)) for given in ([nn.Linear], nn.Linear, ["model"])],
     }
 
 
@@ -476,6 +478,7 @@ def test_calls_in_another_order_serve_or_are_refused_with_a_sentence(ranks: list
         assert "compile what fp8booster.data_parallel returns" in found["compiled"]
         assert "leave automatic_scaling out of messages" in found["scaling"]
         assert "give an nn.Module" in found["no module"]
+        assert all("give modules of the model, as list(model.model.layers)" in each for each in found["units"])
 
 
 @pytest.mark.parametrize("name", [*INSTALLED, "frozen"])
