@@ -88,6 +88,8 @@ def export(
         source.copy_files(part)
         record = {key: value for key, value in source.record().items() if key not in ("torch_dtype", "dtype")}
         record["torch_dtype"] = str(source.dtype).removeprefix("torch.")
+        # transformers 4.51 writes the class that FSDP2 made of the model's, which no engine knows
+        record["architectures"] = [name.removeprefix("FSDP") for name in record["architectures"]]
         # training turns the cache of keys and values off, without which engines would generate slowly
         if record.get("use_cache") is False:
             record["use_cache"] = True
@@ -111,8 +113,9 @@ def _source_of(
         live = Live(model, config, in_fp8=in_fp8)
         if live.is_sharded:
             raise ValueError(
-                "each rank holds a part of the model; save it with booster.save_model, and export that folder, or hand "
-                "it to an engine by fp8booster.serving.tensors"
+                "each rank holds a part of the model; save it whole, by booster.save_model, or under FSDP2 by "
+                "save_pretrained(folder, state_dict=...) with torch's get_model_state_dict, and export that folder, or "
+                "hand it to an engine by fp8booster.serving.tensors"
             )
         return live
     folder = Path(model)

@@ -349,10 +349,10 @@ def test_the_configs_are_those_of_a_model_that_is_served(tmp_path):
     export(model, tmp_path / "live", format="bf16")
     model.save_pretrained(tmp_path / "model")
     record = config_of(tmp_path / "model")
-    for kind, out in ((None, "stored"), (["OwnLlama"], "own")):
+    for kind, out in ((None, "stored"), (["FSDPLlamaForCausalLM"], "sharded"), (["OwnLlama"], "own")):
         (tmp_path / "model" / "config.json").write_text(json.dumps(record | {"architectures": kind}))
         export(tmp_path / "model", tmp_path / out)
-    for out in ("live", "stored", "own"):
+    for out in ("live", "stored", "sharded", "own"):
         assert config_of(tmp_path / out)["architectures"] == ["OwnLlama" if out == "own" else "LlamaForCausalLM"]
         assert config_of(tmp_path / out)["use_cache"] is True
         assert config_of(tmp_path / out)["torch_dtype"] == "bfloat16"
