@@ -56,7 +56,7 @@ def test_links_are_measured_between_nodes_and_decide_in_training(tmp_path: Path,
     links = tmp_path / "links.json"
     monkeypatch.setenv(VARIABLE, str(links))
     said = on_two_nodes("-m", "fp8booster", "doctor", "--nodes", "--mib", "0.0625")
-    assert "Collectives between nodes: 2 nodes of 1 ranks" in said
+    assert "Collectives between nodes: 2 nodes of 1 rank," in said
     record = json.loads(links.read_text())
     assert list(record["minimum_bytes"]) == [BETWEEN_NODES]
     # what this machine measures is its own affair: here nothing gains, and all stays in 16 bits

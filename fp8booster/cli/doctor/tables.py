@@ -49,12 +49,13 @@ def show(examination: Examination, console: Console, patches: bool = False) -> N
 
 def show_links(found: LinkTimes, console: Console) -> None:
     """Print the times of collectives on each link, and which gain in FP8."""
-    nodes = found.ranks // found.ranks_of_a_node
+    nodes, each_has = found.ranks // found.ranks_of_a_node, found.ranks_of_a_node
+    group = f"{nodes} node{'s' * (nodes > 1)} of {each_has} rank{'s' * (each_has > 1)}"
     for link in dict.fromkeys(each.link for each in found.times):
         numbers = ["MiB", "16 bits, ms", "FP8, ms", "FP8 / 16 bits"]
         by_nodes = any(each.link == link and each.by_nodes_ms is not None for each in found.times)
         numbers += ["by nodes, ms", "by nodes / best"] if by_nodes else []
-        title = f"Collectives {link}: {nodes} nodes of {found.ranks_of_a_node} ranks, {found.device}"
+        title = f"Collectives {link}: {group}, {found.device}"
         table = _table(title, "collective", *numbers, right=numbers)
         for each in found.times:
             if each.link == link:
