@@ -315,7 +315,11 @@ def plan(
     options = TrainOptions(model=model, nproc=gpus, **fields_of(given))
     from fp8booster.cli.plan.planning import as_record, make_plan, show
 
-    with Console(stderr=True).status("Running steps on tensors without values"):
+    told = Console(stderr=True)
+    working = "Running steps on tensors without values, which may take minutes"
+    if not told.is_terminal:
+        told.print(working)
+    with told.status(working):
         found = make_plan(options, tokens, GPUS[gpu])
     if as_json:
         typer.echo(json.dumps(as_record(found), indent=2))

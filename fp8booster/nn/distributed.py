@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, cast
@@ -23,6 +24,7 @@ from fp8booster.comm.threshold import use_links
 from fp8booster.config import FP8Config, config_or_default
 from fp8booster.nn.convert import convert_to_fp8
 from fp8booster.nn.fsdp.bookkeeping import MovingFSDPParam
+from fp8booster.nn.fsdp.earlier_optimizers import note_replaced
 from fp8booster.nn.fsdp.handle import hold_head, keep_no_weights, merged_by_unit
 from fp8booster.nn.fsdp.units import fsdp_units, gather_in_fp8, params_of, why_not_gathered
 from fp8booster.nn.fused import fuse_model
@@ -53,7 +55,8 @@ def fully_shard(
     Each decoder layer is a unit, and the root has the rest. The weights of FP8 layers are gathered in FP8: the bytes
     that are sent are those that are multiplied, and no weight outlives the layer that it was gathered for. Gradients
     are reduced in FP8. Parameters keep their names; as with torch's `fully_shard` they are DTensors from here on, so
-    make the optimizer afterwards. `torch.distributed.checkpoint` saves and loads them as they are.
+    make the optimizer afterwards: one that was made before refuses to step. `torch.distributed.checkpoint` saves and
+    loads them as they are.
 
     Args:
         model: converted and fused already, or not; on any device, meta too.
@@ -89,9 +92,12 @@ def fully_shard(
         # FP8 alone is there of these, which a policy would cast; each rank keeps them whole
         "ignored_params": {each for layer in frozen for each in layer.parameters()},
     }
+    before = [weakref.ref(each) for each in model.parameters()]  # their memory is to go when shards take their place
     for unit in dict.fromkeys(repeated_layers(model) if given is None else given):  # a layer may run several times
         shard_by_torch(unit, **options)
     shard_by_torch(model, **options)
+    after = set(map(id, model.parameters()))
+    note_replaced(each for held in before if (each := held()) is not None and id(each) not in after)
     for layer in frozen:  # FSDP2 moves what it shards alone
         if not next(layer.parameters()).is_meta:
             layer.to(next(param.device for unit in fsdp_units(model) for param in params_of(unit)))

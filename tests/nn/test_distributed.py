@@ -290,8 +290,18 @@ def orders() -> dict[str, Any]:
         "compiled": outcome(lambda: data_parallel(compiled)),
         "scaling": outcome(lambda: fully_shard(build(), FP8Config(messages=Encoding(automatic_scaling=True)))),
         "no module": outcome(lambda: fully_shard("llama")),
+        "optimizer": outcome(earlier_optimizer),
         "units": [outcome(partial(fully_shard, build(), units=given)) for given in ([nn.Linear], nn.Linear, ["model"])],
     }
+
+
+def earlier_optimizer() -> None:
+    """Step an optimizer that was made before the model was sharded, and one whose model is another."""
+    models = build(), build()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1e-2) for model in models]
+    fully_shard(models[0])
+    optimizers[1].step()
+    optimizers[0].step()
 
 
 def families() -> dict[str, Any]:
@@ -478,6 +488,7 @@ def test_calls_in_another_order_serve_or_are_refused_with_a_sentence(ranks: list
         assert "compile what fp8booster.data_parallel returns" in found["compiled"]
         assert "leave automatic_scaling out of messages" in found["scaling"]
         assert "give an nn.Module" in found["no module"]
+        assert "was made before fully_shard" in found["optimizer"]
         assert all("give modules of the model, as list(model.model.layers)" in each for each in found["units"])
 
 
