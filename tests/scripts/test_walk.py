@@ -13,7 +13,7 @@ FILES_AND_MOVES = {
     walk.MERGED: (17, 30),
     walk.PUBLISH: (15, 32),
     walk.REDUCTION: (17, 54),
-    walk.CONFIGURE: (46, 166),
+    walk.CONFIGURE: (46, 168),
 }
 """Limits: what a lone layer takes, and a little more than the other paths do. Whoever shortens one lowers its limit."""
 
