@@ -28,7 +28,7 @@ OURS = (HybridAdam, AdamW8bit)
 _IS_CUDA = attrgetter("is_cuda")
 
 COUNTS_STEPS = "fp8_counts_steps"
-"""Attribute of a hook that looks at no parameters."""
+"""Attribute of a hook that looks at no values of parameters."""
 
 
 def why_not(optimizer: Optimizer) -> str | None:

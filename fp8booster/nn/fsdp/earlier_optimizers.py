@@ -10,6 +10,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fp8booster.optim.one_pass import COUNTS_STEPS
+
 _replaced = WeakIdKeyDictionary()  # those that somebody still holds
 
 
@@ -28,4 +30,5 @@ def _refuse(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
         )
 
 
+setattr(_refuse, COUNTS_STEPS, True)  # it asks whose the parameters are, and looks at none of their values
 register_optimizer_step_pre_hook(_refuse)
