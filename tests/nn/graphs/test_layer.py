@@ -464,9 +464,6 @@ def test_copies_and_pickles_are_captured_anew(device: torch.device) -> None:
         assert reasons(other, device) == right == ["None"]
 
 
-"""Seconds that a GPU of 0.6e15 operations a second takes for the matrices of `Pair`."""
-
-
 @pytest.mark.gpu
 def test_a_layer_that_moves_to_a_gpu_may_be_captured_there() -> None:
     """`nn.Module.to` keeps the parameters, and moves their data."""
