@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from unittest import mock
 
 import pytest
@@ -260,6 +261,26 @@ def test_experts_in_fp8_are_the_same_by_whatever_implementation(family: str) -> 
         gradients.append({name: each.grad for name, each in model.named_parameters()})
     assert_equal(gradients[0], gradients[1])
     assert_equal(gradients[0], gradients[2])
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_an_implementation_of_the_programs_own_runs(before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    functions = import_module("transformers.integrations.moe").ALL_EXPERTS_FUNCTIONS
+    monkeypatch.setitem(functions, "own", lambda experts, x, chosen, weights: 3 * x)
+    ids, model, plain = tokens(0), build("mixtral"), build("mixtral")
+    plain.set_experts_implementation("own")
+    config = FP8Config(layers=lambda name, _: name.endswith(("experts", "lm_head")))
+    # the head is in FP8 all the time, so that a model is converted where the experts are not
+    convert_to_fp8(plain, config)
+    if not before:
+        convert_to_fp8(model, config)
+        model(input_ids=ids)
+        assert_in_fp8(model)
+    model.set_experts_implementation("own")
+    if before:
+        convert_to_fp8(model, config)
+    assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)
+    assert all("which must run" in row.notes for row in report(model).outside if ".experts." in row.name)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

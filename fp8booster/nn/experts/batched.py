@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fp8booster.nn.experts.fp8_experts import FP8Experts
 from fp8booster.nn.experts.loads import note_choice
+from fp8booster.nn.experts.own_code import OWN_FORWARD
 from fp8booster.nn.experts.row_layout import RowLayout
 from fp8booster.nn.fused.activations import fused_kind
 from fp8booster.nn.fused.trials import STAND_INS, computes, numbers, on_numbers
@@ -45,6 +46,9 @@ class BatchedExperts(FP8Experts):
         if torch.is_tensor(rows) and rows.dim() == 2 and len(rows) % len(self.gate_up_proj) == 0:
             return None
         return "called otherwise than with rows for each expert"
+
+    def _why_own_code(self) -> str | None:
+        return None if _is_batched(self.original, self.original.forward) else OWN_FORWARD
 
     def _rows_of(self, args: tuple) -> int:
         return len(args[0])

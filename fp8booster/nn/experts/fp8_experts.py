@@ -25,6 +25,7 @@ from fp8booster.nn.experts.dispatch import scale_gradient
 from fp8booster.nn.experts.fp8_rows import FP8Rows, shown_as
 from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.experts.loads import note_choice
+from fp8booster.nn.experts.own_code import why_own_code
 from fp8booster.nn.experts.row_layout import RowLayout
 from fp8booster.nn.experts.spread import EXCHANGED, Spread
 from fp8booster.nn.experts.stack import NOT_BF16, StackedParameter, pays, run_stacks, why_not_bf16, why_not_stacked
@@ -68,22 +69,11 @@ def why_not(module: nn.Module, config: FP8Config) -> str | None:
     """Return why experts that a module holds cannot compute in FP8, or None where they can."""
     if "forward" in vars(module):
         return "a forward of its own, which must run"
-    original = getattr(type(module), "original", type(module))
-    if hasattr(original, "_apply_gate") and _has_rewritten_forward(original):
-        return "a forward of its class's own, which must run"
+    if (reason := why_own_code(module)) is not None:
+        return reason
     shapes = [module._parameters[name].shape for name in _names(module)]  # type: ignore[union-attr]
     sizes = [size for _, *features in shapes for size in features]
     return why_not_stacked(config, sizes, config.finer_scales)
-
-
-def _has_rewritten_forward(cls: type[nn.Module]) -> bool:
-    """Tell whether a class has another forward than transformers gave it, or its base, with `_apply_gate`."""
-    written = [each for each in cls.__mro__ if not each.__module__.startswith("fp8booster.")]
-    ways = [next(number for number, each in enumerate(written) if name in vars(each)) for name in _GIVEN]
-    return ways[0] < ways[1]
-
-
-_GIVEN = ("forward", "_apply_gate")
 
 
 def why_not_called_so(args: tuple, kwargs: dict[str, Any]) -> str | None:
@@ -212,7 +202,7 @@ class FP8Experts(nn.Module):
     def input_casts(self, tokens: torch.Tensor) -> Casts | None:
         """Return what casts the inputs of the first product, as `spread.HeldExperts` asks."""
         up, down = self.fp8_weights
-        if why_not_bf16(tokens, getattr(self, up), getattr(self, down)) is not None:
+        if self._why_own_code() or why_not_bf16(tokens, getattr(self, up), getattr(self, down)):
             return None
         return self._casts_now(up)
 
@@ -261,9 +251,15 @@ class FP8Experts(nn.Module):
     def _why_not_called_so(self, args: tuple, kwargs: dict[str, Any]) -> str | None:
         return why_not_called_so(args, kwargs)
 
+    def _why_own_code(self) -> str | None:
+        """Return why the code of the module's class must run now; None: it need not."""
+        return why_own_code(self)
+
     def _why_not_now(self, tokens: torch.Tensor, rows: float) -> str | None:
         """Return why not on these tokens."""
         up, down = (getattr(self, name) for name in self.fp8_weights)
+        if (reason := self._why_own_code()) is not None:
+            return reason
         if vars(self).get("_is_expert_parallel"):
             return "transformers spreads the experts over ranks"
         if (reason := why_not_bf16(tokens, up, down)) is not None:

@@ -84,6 +84,16 @@ def test_a_subclass_that_computes_something_else_stays_as_it_is() -> None:
     assert not isinstance(made, ScaledMixture)
 
 
+def test_a_forward_that_the_class_of_experts_gets_later_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    fp8 = block(FP8Config(always=True, layers=lambda name, _: name == "experts"))
+    results(fp8)
+    assert {row.precision for row in report(fp8).outside if row.name.startswith("experts")} == {"FP8"}
+    monkeypatch.setattr(Llama4TextExperts, "forward", lambda self, hidden_states: 2 * hidden_states)
+    x = torch.randn(1, 16, HIDDEN).bfloat16()
+    assert torch.equal(fp8(x)[0], block(None)(x)[0])
+    assert all("which must run" in row.notes for row in report(fp8).outside if row.name.startswith("experts"))
+
+
 def test_hooks_on_experts_run_and_another_configuration_turns_the_block_back() -> None:
     fp8, seen = block(FP8Config(always=True)), []
     handle = fp8.experts.register_forward_hook(lambda module, args, output: seen.append(len(args[0])))

@@ -405,6 +405,28 @@ def test_experts_with_another_forward_than_their_attributes_tell_stay_as_they_ar
     assert {row.notes for row in report(experts).outside} == {"a forward of its class's own, which must run"}
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_a_forward_that_is_put_in_the_place_of_a_classs_own_runs(before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Replaced(Experts):
+        def forward(self, *args: torch.Tensor) -> torch.Tensor:
+            return super().forward(*args)
+
+        _apply_gate = Experts._apply_gate
+
+    torch.manual_seed(0)
+    experts = nn.Sequential(Replaced().bfloat16(), nn.Linear(16, 16))
+    if not before:
+        convert_to_fp8(experts, QUICK)
+        results(experts[0])
+        assert_in_fp8(experts[0])
+    monkeypatch.setattr(Replaced, "forward", lambda self, x, *_: 3 * x + self.down_proj.sum())
+    if before:
+        convert_to_fp8(experts, QUICK)
+    x, *choice = routed()
+    assert torch.equal(experts[0](x, *choice), 3 * x + experts[0].down_proj.sum())
+    assert all(row.notes.endswith("a forward of its class's own, which must run") for row in report(experts).outside)
+
+
 def test_a_gate_of_an_instance_counts() -> None:
     experts, right = made(), exact()
     results(experts)
