@@ -224,7 +224,10 @@ def _routers(model: nn.Module) -> set[int]:
         counts = _counts_of_experts(module)
         for name, child in module.named_children():
             chooses = "router" in name.lower() or "Router" in type(child).__name__
-            if chooses or (counts is not None and (name in GATES or _scores(child, counts))):
+            # experts may give as many numbers as there are of them
+            if counts is not None and not _holds_experts(name, child):
+                chooses = chooses or name in GATES or _scores(child, counts)
+            if chooses:
                 found.update(map(id, child.modules()))
     return found
 

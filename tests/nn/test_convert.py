@@ -113,6 +113,13 @@ def test_a_router_stays_in_high_precision_unless_asked_for() -> None:
     assert type(block["gate"]) is FP8Linear
 
 
+def test_experts_that_give_a_number_for_each_of_them_are_no_router() -> None:
+    experts = nn.ModuleList(nn.Linear(32, 16) for _ in range(16))
+    block = convert_to_fp8(nn.ModuleDict({"chooser": nn.Linear(32, 16), "experts": experts}))
+    assert [row.name for row in report(block).fp8] == [f"experts.{number}" for number in range(16)]
+    assert report(block).other[0].notes.startswith("a router")
+
+
 def test_the_head_is_converted_when_asked_for() -> None:
     model = convert_to_fp8(tiny_llama(), FP8Config(layers=lambda name, module: True))
     assert type(model.lm_head) is FP8Linear
