@@ -11,7 +11,7 @@ import torch
 
 from fp8booster.colossal.temporarily import temporarily
 from fp8booster.monitor.memory import MemoryTracker, Pool
-from fp8booster.nn.graphs import held, layer, pair, recorder
+from fp8booster.nn.graphs import held, layer, pair, recorder, static_call
 from fp8booster.nn.graphs.recorder import Memory, Place, Recorder
 
 GRAPHS = "CUDA graphs"
@@ -41,6 +41,8 @@ class CountedGraphs:
         with (
             temporarily(recorder, recorder_for=lambda _: self),
             temporarily(held, _is_plain=lambda parameter: True),
+            temporarily(static_call, is_plain=lambda tensor: True),
+            temporarily(layer, who_looks=lambda: None),  # what counts memory sees the capture
             # tensors without values all lie at 0
             temporarily(pair, _address=lambda tensor: tensor.untyped_storage()._cdata),
             temporarily(layer, random_state=lambda device: None),  # and random ones are drawn by no generator

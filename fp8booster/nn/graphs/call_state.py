@@ -1,13 +1,18 @@
-"""The state around a call: random numbers, autocast, and who takes what autograd saves for backward."""
+"""The state around a call: random numbers, autocast, who sees its operators, and who takes what autograd saves."""
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Hashable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 
 def random_state(device: torch.device) -> Hashable:
@@ -15,6 +20,35 @@ def random_state(device: torch.device) -> Hashable:
     if device.type == "cuda":
         return torch.cuda.default_generators[device.index].get_offset()
     return torch.get_rng_state().numpy().tobytes()
+
+
+def host_random_state(device: torch.device) -> Hashable:
+    """Return a state that changes when random numbers are drawn on the host, for work on a device."""
+    numpy: Any = sys.modules.get("numpy")
+    of_numpy = None if numpy is None else numpy.random.get_state(legacy=False)["state"]
+    return (
+        random.getstate(),
+        None if of_numpy is None else (of_numpy["key"].tobytes(), of_numpy["pos"]),
+        None if device.type == "cpu" else torch.get_rng_state().numpy().tobytes(),
+    )
+
+
+def who_looks() -> str | None:
+    """Return who must see or change what is done inside a call, as a replay lets nobody; None: nobody."""
+    if torch._C._len_torch_dispatch_stack():  # as torch's counter of FLOPs
+        return "a TorchDispatchMode must see its operators"
+    # a default device is one too, and changes nothing but where new tensors lie
+    if torch._C._len_torch_function_stack() and not all(
+        isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()
+    ):
+        return "a TorchFunctionMode must see its functions"
+    if _has_any_global_hook():
+        return "hooks of all modules must run"
+    if torch._C._get_tracing_state() is not None:
+        return "torch.jit traces it"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "torch.func transforms it"
+    return None
 
 
 CHECKPOINTING = "checkpointing"

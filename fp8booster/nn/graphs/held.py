@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable
 from itertools import chain
 from operator import attrgetter, is_
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
 
+from fp8booster.nn.graphs.reached import Reached
 from fp8booster.nn.graphs.recorder import Recorder
-from fp8booster.nn.graphs.static_call import CONSTANTS
 from fp8booster.nn.graphs.units import eager_parts
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import HOOKS, is_looked_at, waiting_hooks
@@ -33,30 +32,28 @@ class Held:
         self.waits = [(hook, module) for module in modules for hook in waiting_hooks(module)]
         """Hooks that wait for parameters, with their modules."""
 
-        containers = [
-            value
-            for held in map(vars, modules)
-            for name, value in held.items()
-            if name not in _OF_MODULES and _holds_constants(value)  # peft changes a dict of scales in place
-        ]
+        reached = Reached(modules)
+        self.settings = reached.settings
+        buffers = [each for module in modules for each in module._buffers.values() if each is not None]
+        self.tensors = [*buffers, *reached.tensors]
+        """Tensors that a forward may read, besides parameters."""
+
         # views show what is there later too: a look then is one walk over objects, without a call of Python's
-        places = [*map(vars, modules), *(of_module for module in modules for of_module in _PARTS(module))]
-        self._empty = [each for each in places if not each]
-        self._views: list[Iterable[Any]] = [each.values() for each in places if each]
-        self._views += [each.values() if isinstance(each, dict) else each for each in containers]
-        self._views += [each.keys() for each in containers if isinstance(each, dict)]
+        registered = [of_module for module in modules for of_module in _PARTS(module)]
+        self._empty = [each for each in (*reached.holders, *registered) if not each]
+        self._views = [*reached.views, *(each.values() for each in registered if each)]
         self._objects = [*chain.from_iterable(self._views), _END]
         self._parameters = [each for module in modules for each in module._parameters.values() if each is not None]
-        self._kinds = list(map(_KIND, self._parameters))
+        self._kinds, self._classes = list(map(_KIND, self._parameters)), list(map(_CLASS, modules))
         self.parts = [
             *([*map(id, module._modules.values())] for module in modules),
-            *(id(each) for module in modules for each in module._buffers.values()),
+            *self._classes,
+            *map(id, self.tensors),
             # others after `load_state_dict(assign=True)`
             *zip(map(id, self._parameters), self._kinds, strict=True),
         ]
         """What graphs are of, besides settings."""
 
-        self.settings = [_settings(held) for held in map(vars, modules)]
         self.trains = any(each.requires_grad for each in self._parameters)
         self._sources = [module.fp8_weight for module in modules if isinstance(module, FP8Layer)]
         self._why_never = self._why_not(layer, record_on)
@@ -68,12 +65,24 @@ class Held:
             return "its weights are gathered elsewhere"
         return self._why_never
 
-    def is_as_found(self) -> bool:
-        """Tell whether the modules hold the very objects that they held."""
-        if any(self._empty):
+    def is_as_found(self, layer: nn.Module) -> bool:
+        """Tell whether the modules of a layer hold the very objects that they held."""
+        # a shallow copy, as each replica of `nn.DataParallel`, has the graphs of the layer, and parameters of its own
+        if layer is not self.modules[0] or any(self._empty):
             return False
         now = chain(chain.from_iterable(self._views), (_END,))
-        return all(map(is_, now, self._objects)) and list(map(_KIND, self._parameters)) == self._kinds
+        return (
+            all(map(is_, now, self._objects))
+            and list(map(_KIND, self._parameters)) == self._kinds
+            and list(map(_CLASS, self.modules)) == self._classes
+        )
+
+    def changed_since(self, before: Held) -> str | None:
+        """Return the name of a setting that is another than it was; None: all are the same."""
+        if self.settings == before.settings:
+            return None
+        pairs = zip(self.settings, before.settings, strict=False)
+        return next((now[0] for now, then in pairs if now != then), "the number of attributes")
 
     def _why_not(self, layer: nn.Module, record_on: Callable[[torch.device], Recorder | None]) -> str | None:
         for module in self.modules:
@@ -110,36 +119,7 @@ def _gathered_by_torch() -> set[int]:
 
 
 _PARTS = attrgetter("_modules", "_buffers", "_parameters", *HOOKS)
-_KIND = attrgetter("__class__", "device", "requires_grad")
+_KIND = attrgetter("__class__", "device", "dtype", "requires_grad")
+_CLASS = attrgetter("__class__", "__class__.forward")
 _MOVES = attrgetter("moves")
 _END = object()
-
-
-def _settings(held: dict[str, Any]) -> Hashable:
-    """Return what a graph has of a module's attributes for good.
-
-    That is numbers, modes, names, a forward of its own, and where tensors lie: who notes it holds them.
-    """
-    return tuple(
-        (name, value)
-        for name, value in held.items()
-        if name not in _BOOKKEEPING and (isinstance(value, CONSTANTS) or name == "forward")
-    ) + tuple(
-        (name, id(value) if isinstance(value, Tensor) else repr(value))
-        for name, value in held.items()
-        if isinstance(value, Tensor) or (name not in _OF_MODULES and _holds_constants(value))
-    )
-
-
-def _holds_constants(value: Any) -> bool:
-    if type(value) is dict:
-        return bool(value) and all(isinstance(each, CONSTANTS) for pair in value.items() for each in pair)
-    return type(value) in (tuple, list) and bool(value) and all(isinstance(each, CONSTANTS) for each in value)
-
-
-_OF_MODULES = frozenset(vars(nn.Module()))
-"""Attributes that every module has: what they hold is looked at by itself."""
-
-
-_BOOKKEEPING = frozenset(FP8Layer.__annotations__)
-"""Attributes by which FP8 layers note how they are used."""

@@ -19,14 +19,16 @@ from fp8booster.nn.graphs import recorder
 from fp8booster.nn.graphs.call_state import (
     CHECKPOINTING,
     autocast_dtype,
+    host_random_state,
     is_checkpointed_alone,
     random_state,
+    who_looks,
     who_saves,
 )
 from fp8booster.nn.graphs.held import Held
 from fp8booster.nn.graphs.pair import Freed, GraphPair, Moved
 from fp8booster.nn.graphs.recorder import Memory, Recorder
-from fp8booster.nn.graphs.static_call import Unsupported, flatten
+from fp8booster.nn.graphs.static_call import Refused, Unsupported, flatten
 from fp8booster.nn.graphs.units import most_reads, why_eager
 from fp8booster.nn.weights.pinned import Use, collected, collected_uses
 from fp8booster.scaling.steps import optimizer_steps
@@ -59,7 +61,7 @@ COPY_RATE = 1.1e12
 to write, took 4.3 ms of a step for 4.8 GB (benchmarks/results/h100/experts-rows.md)."""
 
 
-class NoRoom(Exception):
+class NoRoom(Refused):
     """Graphs would take memory that eager layers need; the message tells how much."""
 
 
@@ -78,6 +80,7 @@ class _Kind:
     kept: int = 0  # bytes that its forward leaves for backward, with its outputs
     passing: int = 0  # bytes that its forward takes in all
     draws: bool = False  # random numbers
+    host_draws: int = 0  # calls that drew random numbers on the host
     sends: bool = False  # to other ranks, for which its kernels wait
     why_not: str | None = None
 
@@ -130,6 +133,8 @@ class LayerGraphs:
         self._kinds: dict[Hashable, _Kind] = {}
         self._held: Held | None = None
         self._ran_without_gradients = False
+        self._changes, self._changed = 0, ""  # times in a row that graphs of other settings were forgotten, and a name
+        self._writes = 0  # forwards in a row that have put other tensors into attributes
         self.why_not: str | None = TOO_EARLY  # why the last call in training was not replayed; None: it was
 
     def run(self, forward: Callable[..., Any], layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -141,14 +146,16 @@ class LayerGraphs:
             kind = self._kind_of(layer, args, kwargs, given)
             if kind is not None and kind.calls < WARM_UP:
                 self.why_not = TOO_EARLY
-                device = given[0].device
-                made = _warm_up(kind, self.shared.record_on(device), forward, args, kwargs, device)
+                if self._changes > MOST_MOVES:
+                    self.why_not = f"{self._changed} changes between calls"
+                made = _warm_up(kind, self.shared.record_on(given[0].device), forward, args, kwargs, given)
                 if self._shares_input and _reads_again(made, given):
                     kind.why_not = "others read its input too, and a graph would add up gradients in another order"
                 return made
             pairs = 0 if kind is None else len(kind.pairs)
             pair = None if kind is None else self._pair(kind, forward, layer, args, kwargs, given)
             if kind is not None and pair is not None:
+                self._changes = 0
                 try:
                     made = pair.run(given)
                     replayed = len(kind.pairs) == pairs  # a capture runs the layer's own forward too
@@ -168,7 +175,9 @@ class LayerGraphs:
         """Return why a layer that holds this cannot be captured now."""
         if who_saves() not in (None, CHECKPOINTING):
             return "what it saves for backward is stored elsewhere"
-        return why_eager(held.eager) or held.why_not
+        if self._writes >= WARM_UP:
+            return "its forward puts other tensors into attributes each time, which a replay would not"
+        return who_looks() or why_eager(held.eager) or held.why_not
 
     def _look(self, layer: nn.Module, settings_count: bool = True) -> Held:
         """Look at what the layer's modules hold, and forget the graphs of others.
@@ -178,12 +187,19 @@ class LayerGraphs:
             settings_count: graphs of other settings are forgotten too.
         """
         before = self._held
-        if before is not None and before.is_as_found():
+        if before is not None and before.is_as_found(layer):
+            self._writes *= settings_count
             return before
         found = self._held = Held(layer, self.shared.record_on)
+        if before is not None and not settings_count:
+            wrote = list(map(id, found.tensors)) != list(map(id, before.tensors))
+            self._writes = self._writes + 1 if wrote else 0
         # of both, objects are there, so equal ids are of the same
-        if before is None or found.parts != before.parts or (settings_count and found.settings != before.settings):
+        changed = None if before is None or not settings_count else found.changed_since(before)
+        if before is None or found.parts != before.parts or changed is not None:
             self._kinds.clear()
+        if changed is not None:
+            self._changes, self._changed = self._changes + 1, changed
         return found
 
     def _kind_of(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any], given: list[Tensor]) -> _Kind | None:
@@ -213,6 +229,9 @@ class LayerGraphs:
             self.why_not = "nothing in it or before it is trained"
         elif given[0].is_cuda and torch.cuda.is_current_stream_capturing():
             self.why_not = "it goes into another CUDA graph"
+        elif kind is None and len({each.device for each in given}) > 1:
+            # what lies on the host goes into a kernel as the number that it was at the capture
+            self.why_not = "it is given tensors of several devices"
         elif self.shared.threads.setdefault("first", get_ident()) != get_ident():
             self.why_not = "another thread runs the model too"
         elif key[-1] == CHECKPOINTING and not is_checkpointed_alone(layer):
@@ -279,7 +298,7 @@ class LayerGraphs:
                 pair.free()
             except Moved:
                 kind.why_not = "its FP8 weights have no memory of their own"
-            except NoRoom as error:
+            except Refused as error:
                 kind.why_not = str(error)
             except Exception as error:  # whatever it is, the layer runs without
                 self.shared.failure = kind.why_not = f"it cannot be captured ({str(error).partition(chr(10))[0]})"
@@ -321,6 +340,7 @@ class LayerGraphs:
                     kwargs,
                     layer,
                     kind.uses,
+                    () if self._held is None else self._held.tensors,
                     recompute=recompute,
                     gradients="copied" if copies else "shared" if shares else "own",
                 )
@@ -345,25 +365,36 @@ def _warm_up(
     forward: Callable[..., Any],
     args: tuple,
     kwargs: dict[str, Any],
-    device: torch.device,
+    given: list[Tensor],
 ) -> Any:
     kind.calls += 1
+    device = given[0].device
     allocated = (0, 0) if record is None else record.allocated()
     with collected_uses() as uses:
         end = None if record is None else record.timer()
-        drawn, sent, began = random_state(device), observer.sent_bytes, time.perf_counter()
+        drawn, sent = random_state(device), observer.sent_bytes
+        drawn_on_host, versions, began = host_random_state(device), _versions(given), time.perf_counter()
         made = forward(*args, **kwargs)
         kind.host_seconds = min(kind.host_seconds, time.perf_counter() - began)
         if end is not None:
             kind.gpu_seconds.append(end())
         kind.draws |= random_state(device) != drawn
+        kind.host_draws += host_random_state(device) != drawn_on_host
         kind.sends |= observer.sent_bytes > sent
+    if kind.host_draws == WARM_UP:  # in fewer calls another thread may have drawn
+        kind.why_not = "it draws random numbers on the host, which a replay would not"
+    if _versions(given) != versions:
+        kind.why_not = "it changes what it is given in place, of which a replay has a copy"
     if collected.values_were_read:
         kind.why_not = "it reads values of weights that are gathered in FP8 alone"
     if record is not None:
         kind.kept, kind.passing = (now - then for now, then in zip(record.allocated(), allocated, strict=True))
     kind.uses = list({(id(use.source), use.transpose): use for use in uses}.values())
     return made
+
+
+def _versions(given: list[Tensor]) -> list[int]:
+    return [each._version for each in given if not each.is_inference()]
 
 
 def _reads_again(made: Any, given: list[Tensor]) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fp8booster.nn.graphs.recorder import Memory, Place, Recorder
-from fp8booster.nn.graphs.static_call import StaticCall, rebuild
+from fp8booster.nn.graphs.static_call import StaticCall, is_plain, rebuild
 from fp8booster.nn.linear.functional import once_differentiable
 from fp8booster.nn.weights.pinned import Pinned, Use, copies_are_held
 from fp8booster.scaling.steps import Steps
@@ -81,6 +81,7 @@ class GraphPair:
         args, kwargs: of a call of the kind.
         layer: whose parameters get gradients, where they need one.
         uses: of FP8 weights in that forward.
+        tensors: what else a forward may read where it lies now.
         recompute: as activation checkpointing does.
         gradients: how parameters get theirs.
 
@@ -99,6 +100,7 @@ class GraphPair:
         kwargs: dict[str, Any],
         layer: torch.nn.Module,
         uses: Sequence[Use],
+        tensors: Sequence[Tensor] = (),
         *,
         recompute: bool = False,
         gradients: Gradients = "own",
@@ -111,7 +113,8 @@ class GraphPair:
         self._call = StaticCall(forward, args, kwargs, layer, recompute=recompute)
         in_fp8 = {id(weight) for use in uses for weight in use.weights}
         self._read = [each for each in layer.parameters() if id(each) not in in_fp8]
-        self._read_at = [each.data_ptr() for each in self._read]
+        self._tensors = [each for each in tensors if is_plain(each)]
+        self._read_at = self._lie_at()
         self._pinned: list[Pinned] = []
         for use in uses:
             pinned = use.pin(record)
@@ -194,7 +197,7 @@ class GraphPair:
 
     def refresh(self) -> None:
         """Make what the graphs read what it is now; raise `Moved` where that lies elsewhere."""
-        if self._read_at != [each.data_ptr() for each in self._read]:
+        if self._read_at != self._lie_at():
             raise Moved
         for pinned in self._pinned:
             if not pinned.refresh():
@@ -284,6 +287,9 @@ class GraphPair:
         if self._aside is None:
             places = [self._record.bytes_at(*place) for place in self._kept.items()]
             self._aside = [(place, place.clone()) for place in places]
+
+    def _lie_at(self) -> list[Any]:
+        return [(each.data_ptr(), each.shape, each.stride()) for read in (self._read, self._tensors) for each in read]
 
     def _versions(self) -> list[Any]:
         read = [(each._version, each.data_ptr()) for each in self._read]

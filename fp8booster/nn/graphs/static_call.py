@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device, Enum)
 """Values that a graph has for good."""
@@ -16,6 +17,15 @@ CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device, Enum)
 
 class Unsupported(Exception):
     """A graph cannot be given a value; the message is its class."""
+
+
+class Refused(Exception):
+    """No graph can be of a layer as it is called; the message tells why."""
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Tell whether a tensor is no more than its values in its memory, so that another may stand in its place."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
 
 
 def flatten(value: Any, tensors: list[Tensor]) -> Hashable:
@@ -29,6 +39,9 @@ def flatten(value: Any, tensors: list[Tensor]) -> Hashable:
     while left:  # a loop, for layers are given some ten values at each call
         each = left.pop()
         if isinstance(each, Tensor):
+            if not is_plain(each):
+                is_other = type(each) not in (Tensor, nn.Parameter)
+                raise Unsupported(type(each).__name__ if is_other else f"tensor of {each.layout}")
             tensors.append(each)
             trained = each.requires_grad and torch.is_grad_enabled()
             key += (Tensor, each.shape, each.dtype, each.device, trained)
@@ -54,6 +67,22 @@ def rebuild(value: Any, tensors: Iterator[Tensor]) -> Any:
     if type(value) is dict:
         return {name: rebuild(each, tensors) for name, each in value.items()}
     return value
+
+
+def nodes_behind(outputs: Iterable[Tensor], ends: Container[tuple[Node, int]] = ()) -> Iterator[Node]:
+    """Yield each node of the autograd graph behind some tensors once.
+
+    Args:
+        outputs: some may have none.
+        ends: edges that it does not follow.
+    """
+    waiting, seen = [each.grad_fn for each in outputs if each.grad_fn is not None], set[Node]()
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [edge[0] for edge in node.next_functions if edge[0] is not None and edge not in ends]
 
 
 class StaticCall:
@@ -156,12 +185,23 @@ class StaticCall:
         ):
             made = self._forward(*self._args, **self._kwargs)
         self._live.clear()
-        flatten(made, self._live)
+        try:
+            flatten(made, self._live)
+        except Unsupported as error:
+            raise Refused(f"it gives a {error}") from None
+        own = set(map(id, self._wanted))
+        if any(id(node.variable) not in own for node in nodes_behind(self._live) if hasattr(node, "variable")):
+            raise Refused("it trains a tensor that is none of its parameters")
         self.made = rebuild(made, (each.detach() for each in self._live))
 
 
 def _words(tensor: Tensor) -> Tensor | None:
-    """Return the memory of a tensor as words of eight bytes; None where it has gaps, or is no whole number of them."""
+    """Return the memory of a tensor as words of eight bytes; None where it has gaps, or is no whole number of them.
+
+    Nor is there one where values are not what lies there, but conjugates.
+    """
+    if tensor.is_conj() or tensor.is_neg():
+        return None
     if not tensor.is_contiguous() or tensor.nbytes % 8 or tensor.storage_offset() * tensor.itemsize % 8:
         return None
     return tensor.view(-1).view(torch.int64)

@@ -16,6 +16,8 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
+from fp8booster.nn.graphs.static_call import nodes_behind
+
 COUNTED = "the host must know how many tokens an expert gets"
 """Why experts run eagerly whose products need sizes that a router decides."""
 
@@ -93,15 +95,6 @@ def most_reads(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
     """
     ends = {get_gradient_edge(each)[:2] for each in inputs if each.requires_grad}
     reads: Counter[tuple[Node, int]] = Counter()
-    waiting, seen = [each.grad_fn for each in outputs if each.grad_fn is not None], set[Node]()
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        for edge in node.next_functions:
-            if edge in ends:
-                reads[edge] += 1
-            elif edge[0] is not None:
-                waiting.append(edge[0])
+    for node in nodes_behind(outputs, ends):
+        reads.update(edge for edge in node.next_functions if edge in ends)
     return max(reads.values(), default=0)

@@ -1,0 +1,105 @@
+"""What a forward can read of a layer's modules besides parameters and buffers: attributes, and what these hold in turn.
+
+A graph has all of it for good: numbers, modes, names, functions, and where tensors lie.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Iterable, Sequence
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+from fp8booster.nn.graphs.static_call import CONSTANTS, is_plain
+from fp8booster.nn.modules import cached_by_class
+
+MOST_HELD = 256
+"""Items of a container or an object that is looked into: longer ones, as labels of a classifier, are no settings."""
+
+MOST_DEEP = 4
+"""How far a look goes from an attribute into containers and objects."""
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+"""Attributes that every module has: what they hold is looked at by itself."""
+
+_OPAQUE_PACKAGES = (sys.stdlib_module_names | {"torch", "fp8booster"}) - {"argparse", "types"}
+"""Objects of these are told apart, and not looked into: they hold processes, streams, loggers and bookkeeping."""
+
+
+class Reached:
+    """All that modules hold in attributes, directly or in containers and objects, as configurations are.
+
+    Args:
+        modules: of a layer.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.holders: list[Any] = []
+        """Dictionaries, lists and sets that may change in place."""
+
+        self.views: list[Iterable[Any]] = []
+        """Views of what those hold, which show what they hold later."""
+
+        self.tensors: list[Tensor] = []
+        self.settings: list[tuple[str, Any]] = []
+        """Names and values of what is no tensor: equal where a forward finds the same."""
+
+        self._seen: dict[int, Any] = {}
+        for module in modules:
+            held, bookkeeping = vars(module), _bookkeeping(type(module))
+            self.holders.append(held)
+            self.views.append(held.values())
+            for name, value in held.items():
+                if name not in bookkeeping and (name not in _OF_MODULES or isinstance(value, CONSTANTS)):
+                    self._note(name, value, MOST_DEEP)
+
+    def _note(self, name: str, value: Any, depth: int) -> None:
+        if isinstance(value, CONSTANTS):
+            self.settings.append((name, (type(value), value)))
+            return
+        if isinstance(value, Tensor):
+            if is_plain(value):
+                self.tensors.append(value)
+            self.settings.append((name, id(value)))
+            return
+        inside = _inside(value) if depth else None
+        if inside is None or len(inside) > MOST_HELD:
+            # of a method another object is made each time
+            self.settings.append((name, value if type(value) is MethodType else id(value)))
+            return
+        self.settings.append((name, type(value)))
+        if id(value) in self._seen:
+            return
+        self._seen[id(value)] = value
+        if not isinstance(inside, tuple):
+            self.holders.append(inside)
+            self.views.append(inside.values() if isinstance(inside, dict) else inside)
+        if inside is value and isinstance(inside, dict):  # whose keys may change alone
+            self.views.append(inside.keys())
+        if isinstance(inside, dict):
+            for key, each in inside.items():
+                self._note(f"{name}.{key}", each, depth - 1)
+        else:
+            for each in inside:
+                self._note(name, each, depth - 1)
+
+
+def _inside(value: Any) -> Any:
+    """Return the container that a value is, or the attributes of an object; None: it is not looked into."""
+    if isinstance(value, (dict, list, tuple, set, frozenset, deque)):
+        return value
+    cls = type(value)
+    if isinstance(value, (nn.Module, type)) or callable(value) or cls.__module__.partition(".")[0] in _OPAQUE_PACKAGES:
+        return None
+    held = getattr(value, "__dict__", None)
+    return held if isinstance(held, dict) else None
+
+
+@cached_by_class
+def _bookkeeping(cls: type) -> frozenset[str]:
+    """Return attributes of a module by which classes of this package note how it is used."""
+    ours = (each for each in cls.__mro__ if each.__module__.startswith("fp8booster."))
+    return frozenset(name for each in ours for name in vars(each).get("__annotations__", ()))
