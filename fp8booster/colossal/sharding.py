@@ -46,16 +46,19 @@ def why_not_sharded(what: str, instead: str) -> str | None:
     )
 
 
-def why_model_is_not_sharded(module: str, name: str) -> str | None:
+def why_model_is_not_sharded(module: str, name: str, has_policy: bool = True) -> str | None:
     """Return why a model is not sharded with the transformers that is installed, in a sentence; None where it is.
 
     Args:
         module, name: of its class.
+        has_policy: whether Colossal-AI has a policy for it, for whatever transformers.
     """
     installed, numbers = _installed_transformers()
     known = {folder: family for folder, family in FAMILIES_OF_5.items() if numbers >= _5 or folder != "mixtral"}
     if numbers < _LAST_4 or module in {f"transformers.models.{folder}.modeling_{folder}" for folder in known}:
         return None
+    if not has_policy:
+        return f"Colossal-AI 0.5.0 shards no {name}, with any transformers; {_OTHERS}"
     families = ", ".join(known.values())
     return (
         f"Colossal-AI 0.5.0 shards {name} of transformers {SHARDED_TRANSFORMERS} alone, and transformers "

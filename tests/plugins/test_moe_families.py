@@ -15,6 +15,7 @@ from fp8booster.nn.experts.parallel import spread_of
 from tests.colossal.hybrid.runs import HybridRun, start
 from tests.distributed import ranks, shared_folder
 from tests.nn.experts.families import FAMILIES, batch_of, tiny_mixture
+from tests.nn.fused.models import MAJOR, build
 from tests.plugins import training
 
 if TYPE_CHECKING:
@@ -183,3 +184,10 @@ def test_what_would_shard_the_rest_of_the_model_is_refused() -> None:
         refused = MoeHybridParallelPlugin(ep_size=1, precision="bf16", zero_stage=1, **arguments)
         with pytest.raises(ValueError, match=f"by its experts alone, without {what}"):
             start(refused, tiny_mixture("Qwen3-MoE"))
+
+
+@ranks(2)
+def test_a_mixture_whose_experts_cannot_be_spread_is_refused() -> None:
+    says = "shards no Llama4ForCausalLM, with any transformers; use LowLevelZeroPlugin" if MAJOR > 4 else "Auto policy"
+    with pytest.raises(ImportError if MAJOR > 4 else NotImplementedError, match=says):
+        start(plugin(2), build("llama4_text"))

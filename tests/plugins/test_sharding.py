@@ -52,6 +52,9 @@ def test_with_transformers_5_a_model_that_is_not_sharded_is_named_with_what_is(m
     reason = sharding.why_model_is_not_sharded(gpt2, "GPT2LMHeadModel")
     assert reason.startswith("Colossal-AI 0.5.0 shards GPT2LMHeadModel of transformers 4.51.3 alone")
     assert "5.23.0 is installed, of which LLaMA, Mistral" in reason
+    jetmoe = "transformers.models.jetmoe.modeling_jetmoe"
+    reason = sharding.why_model_is_not_sharded(jetmoe, "JetMoeForCausalLM", has_policy=False)
+    assert reason.startswith("Colossal-AI 0.5.0 shards no JetMoeForCausalLM, with any transformers; use LowLevelZero")
     mixtral = "transformers.models.mixtral.modeling_mixtral"
     assert sharding.why_model_is_not_sharded(mixtral, "MixtralForCausalLM") is None
     monkeypatch.setattr(sharding, "version", lambda package: "4.57.1")

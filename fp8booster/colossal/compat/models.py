@@ -86,12 +86,13 @@ _have_one_body(
 )
 def models_that_are_not_sharded_are_refused(given: dict[str, Any]) -> str | None:
     """Without it forwards that were written for transformers 4.51 fail, or take the first sequence for all."""
-    from colossalai.shardformer.policies.auto_policy import _fullname
+    from colossalai.shardformer.policies.auto_policy import _POLICY_LIST, _fullname
 
-    module, _, name = _fullname(given["model"]).rpartition(".")
+    full_name = _fullname(given["model"])
+    module, _, name = full_name.rpartition(".")
     if given.get("policy") is not None or _is_other_mixture(given["model"]):
         return None
-    return why_model_is_not_sharded(module, name)
+    return why_model_is_not_sharded(module, name, full_name in _POLICY_LIST)
 
 
 @wrap(
