@@ -193,13 +193,8 @@ def test_attention_is_captured_beside_experts_that_are_spread(
     assert line in report(boosted.model).summary()
 
 
-READ_TWICE = "others read its input too, and a graph would add up gradients in another order"
-SHARED = {
-    "Qwen2-MoE": ("shared_expert", READ_TWICE),  # it is not fused
-    "DeepSeek V2": ("shared_experts", None),
-    "DeepSeek V3": ("shared_experts", None),
-}
-"""What all tokens go through beside their experts, and why it is not captured."""
+SHARED = {"Qwen2-MoE": "shared_expert", "DeepSeek V2": "shared_experts", "DeepSeek V3": "shared_experts"}
+"""What all tokens go through beside their experts."""
 
 
 @ranks(2)
@@ -221,8 +216,7 @@ def test_parts_of_each_mixture_are_captured_beside_experts_that_are_spread(
     assert captured_layers(boosted.model) == {EXCHANGED: mixtures} | ({None: 1} if mixtures == 1 else {})
     expected = {("self_attn", "it is given a PackedEmbeddings" if family == "gpt-oss" else None): mixtures}
     if family in SHARED:
-        part, why_not = SHARED[family]
-        expected |= {(part, why_not): mixtures}
+        expected |= {(SHARED[family], None): mixtures}
     assert captured_parts(boosted.model) == expected
 
 

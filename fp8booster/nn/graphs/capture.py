@@ -64,13 +64,13 @@ def capture_layers(model: nn.Module, *, only_where_host_limits: bool = False) ->
             units, reason = [Unit(layer)], None
         if reason is not None:
             vars(layer)[_WHY_PARTED] = reason
-        for unit, name, shares_input in units:
+        for unit, name in units:
             if isinstance(unit, CapturedLayer):  # as `fuse` left it to the host's speed; recordings hold what it shares
                 shared = unit.fp8_graphs.shared
                 shared.only_where_host_limits = only_where_host_limits
             else:
                 change_class(unit, mixed_class(CapturedLayer, type(unit)))
-            unit.__dict__["fp8_graphs"] = LayerGraphs(shared, name, shares_input)
+            unit.__dict__["fp8_graphs"] = LayerGraphs(shared, name)
     return len(layers)
 
 

@@ -29,7 +29,7 @@ from fp8booster.nn.graphs.held import Held
 from fp8booster.nn.graphs.pair import Freed, GraphPair, Moved
 from fp8booster.nn.graphs.recorder import Memory, Recorder
 from fp8booster.nn.graphs.static_call import Refused, Unsupported, flatten
-from fp8booster.nn.graphs.units import most_reads, why_eager
+from fp8booster.nn.graphs.units import why_eager
 from fp8booster.nn.weights.pinned import Use, collected, collected_uses
 from fp8booster.scaling.steps import optimizer_steps
 
@@ -125,11 +125,11 @@ class LayerGraphs:
 
     Args:
         shared: of all layers of a model.
-        part, shares_input: as `Unit`'s.
+        part: as `Unit.name`.
     """
 
-    def __init__(self, shared: Shared, part: str | None = None, shares_input: bool = False) -> None:
-        self.shared, self.part, self._shares_input = shared, part, shares_input
+    def __init__(self, shared: Shared, part: str | None = None) -> None:
+        self.shared, self.part = shared, part
         self._kinds: dict[Hashable, _Kind] = {}
         self._held: Held | None = None
         self._ran_without_gradients = False
@@ -148,10 +148,7 @@ class LayerGraphs:
                 self.why_not = TOO_EARLY
                 if self._changes > MOST_MOVES:
                     self.why_not = f"{self._changed} changes between calls"
-                made = _warm_up(kind, self.shared.record_on(given[0].device), forward, args, kwargs, given)
-                if self._shares_input and _reads_again(made, given):
-                    kind.why_not = "others read its input too, and a graph would add up gradients in another order"
-                return made
+                return _warm_up(kind, self.shared.record_on(given[0].device), forward, args, kwargs, given)
             pairs = 0 if kind is None else len(kind.pairs)
             pair = None if kind is None else self._pair(kind, forward, layer, args, kwargs, given)
             if kind is not None and pair is not None:
@@ -347,7 +344,7 @@ class LayerGraphs:
         raise RuntimeError("memory that other graphs keep is freed meanwhile")
 
     def __reduce__(self) -> tuple:
-        return LayerGraphs, (self.shared, self.part, self._shares_input)
+        return LayerGraphs, (self.shared, self.part)
 
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -395,14 +392,6 @@ def _warm_up(
 
 def _versions(given: list[Tensor]) -> list[int]:
     return [each._version for each in given if not each.is_inference()]
-
-
-def _reads_again(made: Any, given: list[Tensor]) -> bool:
-    """Tell whether several operations read one of the tensors that were given, so that their gradients add up."""
-    outputs: list[Tensor] = []
-    with suppress(Unsupported):  # then nothing is captured
-        flatten(made, outputs)
-    return most_reads(given, outputs) > 1
 
 
 def _why_leave_alone(host_seconds: float, gpu_seconds: list[float], copied: int) -> str | None:

@@ -206,7 +206,8 @@ class GraphPair:
     def run(self, given: Sequence[Tensor]) -> Any:
         """Return what the layer gives for a call with these tensors, in the order of `flatten`; may raise `Moved`."""
         self.refresh()
-        outputs = _Replayed.apply(self, len(given), *given, *self._call.trained)
+        again = [given[number] for number in self._call.given_again]
+        outputs = _Replayed.apply(self, len(given), *given, *self._call.trained, *again)
         return rebuild(self._call.made, iter(outputs))
 
     def _replay_forward(self, given: Sequence[Tensor], ticket: _Ticket) -> tuple[Tensor, ...]:
@@ -261,8 +262,7 @@ class GraphPair:
             copies = iter(_copied([each for each in self._gradients if not isinstance(each, _Part)]))
             # a view that no one else has: autograd takes it for `.grad` as it is
             found = [each.view() if isinstance(each, _Part) else next(copies) for each in self._gradients]
-        made = iter(found)
-        return [next(made) if gets else None for gets in self._call.gets_gradient]
+        return found
 
     def _backward_beside_held_gradients(self) -> list[Any]:
         """Replay backward where somebody has gradients of an earlier one, as when they add up, which stay as they are.

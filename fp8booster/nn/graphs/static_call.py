@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, get_gradient_edge
 
 CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device, Enum)
 """Values that a graph has for good."""
@@ -69,20 +70,44 @@ def rebuild(value: Any, tensors: Iterator[Tensor]) -> Any:
     return value
 
 
-def nodes_behind(outputs: Iterable[Tensor], ends: Container[tuple[Node, int]] = ()) -> Iterator[Node]:
-    """Yield each node of the autograd graph behind some tensors once.
-
-    Args:
-        outputs: some may have none.
-        ends: edges that it does not follow.
-    """
+def _nodes_behind(outputs: Iterable[Tensor]) -> Iterator[Node]:
+    """Yield each node of the autograd graph behind some tensors once; some may have none."""
     waiting, seen = [each.grad_fn for each in outputs if each.grad_fn is not None], set[Node]()
     while waiting:
         node = waiting.pop()
         if node not in seen:
             seen.add(node)
             yield node
-            waiting += [edge[0] for edge in node.next_functions if edge[0] is not None and edge not in ends]
+            waiting += [each for each, _ in node.next_functions if each is not None]
+
+
+@contextmanager
+def _taken_apart(outputs: Iterable[Tensor], leaves: Iterable[Tensor]) -> Iterator[list[list[Tensor]]]:
+    """Yield a list for each leaf, to which backward in the block gives the gradients that it would add up.
+
+    What reads a leaf gives it a gradient. They come in the order in which backward goes.
+    """
+    taken: dict[Node, list[Tensor]] = {get_gradient_edge(each).node: [] for each in leaves}
+
+    def take(edges: Sequence[tuple[Node | None, int]], gradients: Sequence[Tensor], _: Any) -> tuple:
+        left: list[Tensor | None] = list(gradients)
+        for place, ((node, _), gradient) in enumerate(zip(edges, gradients, strict=True)):
+            if node in taken:
+                left[place] = None
+                if gradient is not None:
+                    taken[node].append(gradient)
+        return tuple(left)
+
+    hooks = [
+        node.register_hook(partial(take, node.next_functions))
+        for node in _nodes_behind(outputs)
+        if any(each in taken for each, _ in node.next_functions)
+    ]
+    try:
+        yield list(taken.values())
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 class StaticCall:
@@ -115,7 +140,11 @@ class StaticCall:
         self._args, self._kwargs = rebuild((args, kwargs), iter(self.inputs))
         self._leaves = {each: _leaf_over(each) for each in layer.parameters()}
         self._wanted = [*self.inputs, *(self._leaves[each] for each in self.trained)]
-        self.gets_gradient = [each.requires_grad for each in self._wanted]
+        self.given_again: list[int] = []
+        """The numbers of inputs that are given again: one that is read several times gets as many gradients.
+
+        Whoever reads it too gives it gradients as well, and all add up one by one, which rounds.
+        """
         self._device = given[0].device.type
         self._autocast = torch.is_autocast_enabled(self._device), torch.get_autocast_dtype(self._device)
         self._live: list[Tensor] = []
@@ -143,7 +172,7 @@ class StaticCall:
         return [each.detach() for each in self._live]
 
     def backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
-        """Return the gradients of inputs, and of parameters, that get one.
+        """Return the gradients of inputs, of parameters, and of inputs that are given again: None where there is none.
 
         Args:
             gradients: of the outputs.
@@ -154,15 +183,31 @@ class StaticCall:
         self.needs_grad = [each.requires_grad for each in self._live]
         ends = [(each, gradient) for each, gradient in zip(self._live, gradients, strict=True) if each.requires_grad]
         roots, of_roots = zip(*ends, strict=True)
-        trained = [each for each in self._wanted if each.requires_grad]
-        with torch.autocast(self._device, enabled=False), _saving_nowhere_else():
+        trained = [number for number, each in enumerate(self._wanted) if each.requires_grad]
+        inputs = [number for number in trained if number < len(self.inputs)]
+        wanted = [self._wanted[number] for number in trained]
+        made: list[Tensor | None] = [None] * len(self._wanted)
+        with (
+            torch.autocast(self._device, enabled=False),
+            _saving_nowhere_else(),
+            _taken_apart(roots, wanted[: len(inputs)]) as taken,
+        ):
             # what was saved stays in use: the next replay of the forward writes it again
             keep = not self._recompute
-            found = torch.autograd.grad(roots, trained, of_roots, retain_graph=keep, allow_unused=True)
+            found = torch.autograd.grad(roots, wanted, of_roots, retain_graph=keep, allow_unused=True)
+        for number, gradient in zip(trained, found, strict=True):
+            made[number] = gradient
+        self.given_again = []
+        for number, gradients in zip(inputs, taken, strict=True):
+            # one that is an output too has got a gradient as that
+            first, *others = gradients if made[number] is None else [made[number], *gradients]
+            made[number] = first
+            made += others
+            self.given_again += [number] * len(others)
         if self._recompute:
             self._live.clear()
             self.saved.clear()
-        return list(found)
+        return made
 
     def end(self) -> None:
         """Free the autograd graph; a node may hold the layer, which would never be freed. `saved` stays."""
@@ -190,7 +235,7 @@ class StaticCall:
         except Unsupported as error:
             raise Refused(f"it gives a {error}") from None
         own = set(map(id, self._wanted))
-        if any(id(node.variable) not in own for node in nodes_behind(self._live) if hasattr(node, "variable")):
+        if any(id(node.variable) not in own for node in _nodes_behind(self._live) if hasattr(node, "variable")):
             raise Refused("it trains a tensor that is none of its parameters")
         self.made = rebuild(made, (each.detach() for each in self._live))
 

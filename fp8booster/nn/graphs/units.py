@@ -9,14 +9,10 @@ holds as `experts`. Experts of which nobody tells are taken for a loop that asks
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from torch import Tensor, nn
-from torch.autograd.graph import Node, get_gradient_edge
-
-from fp8booster.nn.graphs.static_call import nodes_behind
+from torch import nn
 
 COUNTED = "the host must know how many tokens an expert gets"
 """Why experts run eagerly whose products need sizes that a router decides."""
@@ -61,9 +57,6 @@ class Unit(NamedTuple):
     name: str | None = None
     """Of a part; None: it is a whole layer."""
 
-    shares_input: bool = False
-    """A part that may read what eager ones read too, as shared experts do; one before them alone feeds them."""
-
 
 def units_of(layer: nn.Module) -> tuple[list[Unit], str | None]:
     """Return the layer and None, or in its place the parts that are captured, and why it is not."""
@@ -72,29 +65,14 @@ def units_of(layer: nn.Module) -> tuple[list[Unit], str | None]:
     if reason is None:
         return [Unit(layer)], None
     found: list[Unit] = []
-    is_before = True
     for name, child in layer.named_children():
-        is_before &= parts.keys().isdisjoint(child.modules())
         if child in parts or not _has_several(child):
             continue
         units, why_not = units_of(child)
-        whole = [Unit(child, name, shares_input=not is_before)]
-        found += whole if why_not is None else [each._replace(shares_input=True) for each in units]
+        found += [Unit(child, name)] if why_not is None else units
     return found, reason
 
 
 def _has_several(part: nn.Module) -> bool:
     """Tell whether a part has products inside it: a lone norm or product launches no more than a replay copies."""
     return any(next(child.parameters(), None) is not None for child in part.children())
-
-
-def most_reads(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
-    """Count the operations behind some outputs that read one of the inputs; of several inputs, the most.
-
-    Each gives the input a gradient. They add up in the order in which backward comes to them, which rounds.
-    """
-    ends = {get_gradient_edge(each)[:2] for each in inputs if each.requires_grad}
-    reads: Counter[tuple[Node, int]] = Counter()
-    for node in nodes_behind(outputs, ends):
-        reads.update(edge for edge in node.next_functions if edge in ends)
-    return max(reads.values(), default=0)

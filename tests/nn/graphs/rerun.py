@@ -8,10 +8,28 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fp8booster.comm.observer import observer
 from fp8booster.nn.graphs.recorder import Memory, Place, Recorder
 from fp8booster.nn.weights.pinned import Copies, copies_are_held
+
+
+class _Made(TorchDispatchMode):
+    """Notes where the memory lies that operators make, and does not hold it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        given = {_address(each) for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
+        for each in tree_leaves(made):
+            if isinstance(each, torch.Tensor) and _address(each) not in given:
+                self.addresses.add(_address(each))
+        return made
 
 
 class Graph:
@@ -28,6 +46,7 @@ class Rerun:
         self._passing: weakref.WeakKeyDictionary[Memory, list[torch.Tensor]] = weakref.WeakKeyDictionary()
         self._blocks: weakref.WeakKeyDictionary[Memory, dict[int, torch.Tensor]] = weakref.WeakKeyDictionary()
         self._shared: dict[tuple, Place] = {}
+        self._made: set[int] = set()  # addresses of results that captures have made
         self._outside: dict[int, weakref.ref[torch.Tensor]] = {}
         self._results: dict[int, weakref.ref[torch.Tensor]] = {}  # tensors that replays write, as no graph's do
 
@@ -80,7 +99,8 @@ class Rerun:
         return Recorder.holders(tensor) - len(own)
 
     def let_go(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._now.append(tensor.detach())
+        if _address(tensor) in self._made:  # else it is what the work was given, which lies in no graph's memory
+            self._now.append(tensor.detach())
         return tensor
 
     def __call__(self, work: Callable[[], Any], memory: Memory | None = None) -> tuple[Callable[[], None], Any]:
@@ -94,8 +114,9 @@ class Rerun:
         held = copies_are_held if Copies.held else nullcontext
         casts = torch.is_autocast_enabled("cpu")
         untouched = [(each, each.clone()) for each in _alive(self._outside)]
-        with observer.noted_at_replays() as note_calls:
+        with observer.noted_at_replays() as note_calls, _Made() as made:
             places = work()
+        self._made |= {_address(each) for each in _tensors(places)} & made.addresses
         _overwrite(places)  # a capture computes nothing
         for place, values in untouched:
             place.copy_(values)
@@ -112,8 +133,9 @@ class Rerun:
             with torch.enable_grad(), held(), as_captured, observer.noted_at_replays():  # a graph runs no Python
                 results = work()
             note_calls()
+            values = [each.clone() for each in _tensors(results)]  # one may be what the work was given, as it lay there
             _overwrite(passing)  # of all graphs that have the memory
-            for place, made in zip(_tensors(places), _tensors(results), strict=True):
+            for place, made in zip(_tensors(places), values, strict=True):
                 place.copy_(made)
 
         self.graphs.add(replay)

@@ -112,6 +112,39 @@ def test_a_checkpoint_of_more_than_a_layer_runs_it_eagerly(device: torch.device,
     ]
 
 
+class Decoder(nn.Module):
+    """A layer that reads a memory, which all layers read, several times, gives it on, and reads its own input too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = self.query(x) @ self.key(memory).t()
+        return x + scores.softmax(-1) @ (self.value(memory) + memory * memory), memory
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_gradients_of_what_several_layers_read_add_up_one_by_one(device: torch.device, checkpointed: bool) -> None:
+    torch.manual_seed(0)
+    eager = nn.ModuleList(Decoder() for _ in range(3)).to(device, torch.bfloat16)
+    captured = copy.deepcopy(eager)
+    capture_layers(nn.ModuleDict({"layers": captured}))
+    for step in range(WARM_UP + 3):
+        found = []
+        for model in (eager, captured):
+            first, memory = (given(10 * step + number, device).bfloat16().requires_grad_() for number in range(2))
+            x, read, states = first, memory * 2, []
+            for layer in model:
+                x, read = checkpoint(layer, x, read, use_reentrant=False) if checkpointed else layer(x, read)
+                states.append(x)
+            # as where a loss is of every layer
+            (sum(state.square().mean() * state.mean() for state in states) + read.sum()).backward()
+            found.append([x.detach(), first.grad, memory.grad, *gradients(model)])
+        assert all(map(torch.equal, *found)), step
+    assert captured_layers(captured) == {None: 3}
+
+
 def test_gradients_of_gradients_are_refused_as_by_eager_layers(device: torch.device) -> None:
     for model in blocks(device):
         for step in range(WARM_UP + 1):

@@ -16,7 +16,7 @@ from fp8booster.nn.experts.mixture import LOOKED_AT
 from fp8booster.nn.fused import norm
 from fp8booster.nn.graphs import captured_layers, captured_parts
 from fp8booster.nn.graphs.layer import TOO_EARLY, WARM_UP
-from fp8booster.nn.graphs.units import COUNTED, Unit, most_reads, units_of
+from fp8booster.nn.graphs.units import COUNTED, Unit, units_of
 from tests.nn.fused.models import MAJOR, VOCABULARY, build
 
 LAYERS = 2
@@ -84,7 +84,7 @@ def test_units_are_the_parts_beside_what_must_run_eagerly() -> None:
     layer = Layer()
     units, reason = units_of(layer)
     assert reason == "it asks its user"
-    assert units == [Unit(layer.first, "first"), Unit(layer.block["shared"], "shared", shares_input=True)]
+    assert units == [Unit(layer.first, "first"), Unit(layer.block["shared"], "shared")]
     layer.block["told"].why_eager = None
     assert units_of(layer) == ([Unit(layer)], None)
 
@@ -125,7 +125,7 @@ class Twice(nn.Module):
         return self.one(x) * self.other(x)
 
 
-def test_a_part_whose_gradients_would_add_up_in_another_order_stays_eager(device: torch.device) -> None:
+def test_a_part_that_reads_twice_what_others_read_too_gives_two_gradients(device: torch.device) -> None:
     eager = layers(device)
     for layer in eager:
         layer.first, layer.block["shared"] = Twice().to(device), Twice().to(device)
@@ -134,19 +134,7 @@ def test_a_part_whose_gradients_would_add_up_in_another_order_stays_eager(device
     capture_layers(in_a_model(captured))
     for step in range(WARM_UP + 2):
         assert_equal(trained(eager, step), trained(captured, step))
-    why_not = "others read its input too, and a graph would add up gradients in another order"
-    assert captured_parts(captured) == {("first", None): LAYERS, ("shared", why_not): LAYERS}
-
-
-def test_reads_are_counted_for_each_input_by_itself() -> None:
-    one, other, frozen = (torch.ones(3, requires_grad=trained) for trained in (True, True, False))
-    one, other = one * 2, other * 2
-    assert most_reads([one, other, frozen], [(one * other + frozen * frozen).view(1, 3)]) == 1
-    assert most_reads([one, other], [one * other, other.sum()]) == 2
-    assert most_reads([one], [one.view(1, 3) * one.view(1, 3)]) == 2
-    again = one.view(1, 3)
-    assert most_reads([one], [again * again]) == 1
-    assert most_reads([one], [frozen]) == 0
+    assert captured_parts(captured) == {("first", None): LAYERS, ("shared", None): LAYERS}
 
 
 def test_copies_of_layers_in_parts_begin_anew(device: torch.device) -> None:
