@@ -20,6 +20,7 @@ from fp8booster import FP8Config, FP8Linear, comm, convert_to_fp8, report
 from fp8booster.comm import Encoding, FlatFSDPState, flat_fsdp_hook
 from fp8booster.comm.links import ESTIMATED
 from fp8booster.monitor.traffic import count_traffic
+from fp8booster.nn.experts.alike import WHOLE_IN_LAYERS
 from fp8booster.nn.fsdp.flat_weights import NAME
 from fp8booster.nn.fsdp.handle import compress_flat_fsdp
 from fp8booster.nn.linear.conv1d import FP8Conv1D
@@ -28,6 +29,7 @@ from fp8booster.optim import HybridAdam
 from tests.colossal.models import tiny_llama
 from tests.colossal.zero.runs import Layers, features, step
 from tests.distributed import ranks
+from tests.nn.experts.families import batch_of, tiny_mixture
 from tests.nn.models import tiny_gpt2
 from tests.nn.reference import count_calls
 from tests.plugins import test_torch_ddp
@@ -408,6 +410,23 @@ def trained_by_groups(
     with FullyShardedDataParallel.summon_full_params(model.module, writeback=False):
         weights = {name: each.detach().clone() for name, each in model.unwrap().named_parameters()}
     return losses, rates, weights
+
+
+@pytest.mark.parametrize("wrapping", ["one unit in BF16", "blocks in BF16"])
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3-MoE", "DeepSeek V3"])
+@ranks(2)
+def test_fsdp_trains_mixtures_as_colossalai_does(family: str, wrapping: str) -> None:
+    losses, told = [], ()
+    for make in (native, fp8):
+        model = tiny_mixture(family)
+        layers = ModuleWrapPolicy({type(model.model.layers[0])}) if wrapping.startswith("blocks") else None
+        run = boost(make(auto_wrap_policy=layers, mixed_precision=BF16), model)
+        batch = batch_of(dist.get_rank())
+        losses.append([run.step(batch)[0] for _ in range(3)])
+        told = report(run.model).grouped
+    assert losses[1] == pytest.approx(losses[0], rel=3e-2)
+    # a list of experts runs one by one, in transformers 4
+    assert {block.why_one_by_one for block in told} <= {WHOLE_IN_LAYERS}
 
 
 @ranks(2)

@@ -23,6 +23,8 @@ from fp8booster.nn.weights.resharded import ReshardedWeight
 from fp8booster.nn.weights.source import WeightSource
 from fp8booster.tensor import QuantizedMatrix
 
+WHOLE_IN_LAYERS = "the weights are whole only while a layer runs"
+
 
 class Seen(NamedTuple):
     """All that tells how experts compute, in flat lists: many small ones would be garbage to collect."""
@@ -197,7 +199,9 @@ def _why_not_like(layer: nn.Module, same: FP8Layer) -> str | None:
         return "a layer has hooks or a forward of its own, which must run"
     if layer._parameters["bias"] is not None:
         return "a layer has a bias"
-    weight = _weight(layer)
+    weight = layer._parameters.get("weight")
+    if weight is None:  # FSDP flattened it
+        return WHOLE_IN_LAYERS
     if weight.dtype is not _weight(same).dtype:
         return "the experts' dtypes differ"
     return None if weight.shape == _weight(same).shape else "the experts' sizes differ"

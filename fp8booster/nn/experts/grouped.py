@@ -21,7 +21,7 @@ from fp8booster.config import FP8Config
 from fp8booster.kernels.activation import RowWeights
 from fp8booster.kernels.device import require_fp8
 from fp8booster.kernels.grouped_product import why_no_grouped_product
-from fp8booster.nn.experts.alike import AlikeExperts, Look, Stack
+from fp8booster.nn.experts.alike import WHOLE_IN_LAYERS, AlikeExperts, Look, Stack
 from fp8booster.nn.experts.fp8_rows import FP8Rows, shown_as
 from fp8booster.nn.experts.gated import gate_up_down
 from fp8booster.nn.experts.host_copy import HostCopy
@@ -206,7 +206,7 @@ class GroupedExperts:
         if len(set(map(_TRAINING, self.experts))) > 1:
             reason = "some of the experts are in evaluation"
         if reason is None and look.is_transient and not self.gathers:
-            reason = "the weights are whole only while a layer runs"
+            reason = WHOLE_IN_LAYERS
         filled = look.filled() if reason is None else None
         provided = filled is not None or (look.is_provided() if reason is None else False)
         if provided is None:
