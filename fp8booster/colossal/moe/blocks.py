@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from colossalai.shardformer.modeling.deepseek import AddAuxiliaryLoss, EPDeepseekMoE
 from colossalai.shardformer.modeling.deepseek_v3 import EpDeepseekV3MoE
@@ -36,6 +37,8 @@ class FP8EPMixtralSparseMoeBlock(Mixture, EPMixtralSparseMoeBlock):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Tokens [B, S, H] to ([B, S, H], router's logits [B S, experts]), or to the first alone."""
+        if self.training and self.jitter_noise > 0:
+            hidden_states = hidden_states * self._noise(hidden_states)
         tokens = as_rows(hidden_states)
         logits = self.gate(tokens)
         # the softmax over all experts, divided by its sum over those chosen, is the softmax over these
@@ -43,6 +46,13 @@ class FP8EPMixtralSparseMoeBlock(Mixture, EPMixtralSparseMoeBlock):
         weights = F.softmax(likeliest, dim=-1, dtype=torch.float).to(tokens.dtype)
         mixed = self.mix(tokens, chosen, weights).view(hidden_states.shape)
         return (mixed, logits) if self.returns_logits else mixed
+
+    def _noise(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Draw what tokens are multiplied by, as transformers does and Colossal-AI leaves out."""
+        noise = torch.empty_like(hidden_states).uniform_(1 - self.jitter_noise, 1 + self.jitter_noise)
+        if self.tp_group.size() > 1:  # whose ranks hold parts of each expert, of the same tokens
+            dist.broadcast(noise, dist.get_global_rank(self.tp_group, 0), self.tp_group)
+        return noise
 
 
 class _WithSharedExperts(Mixture):

@@ -94,6 +94,32 @@ def test_a_block_over_two_ranks_computes_what_it_computes_on_one(kind: str) -> N
 
 
 @ranks(2)
+def test_a_block_draws_the_noise_that_transformers_does() -> None:
+    block, whole, x = spread_block("Mixtral", communication=False), whole_block("Mixtral"), inputs()
+    without = block(x)[0]
+    for each in (block, whole):
+        each.jitter_noise = 0.5
+    torch.manual_seed(1)
+    found, *_ = outputs_and_gradients(block, x)
+    torch.manual_seed(1)
+    # transformers writes to what it is given
+    torch.testing.assert_close(found, whole(x.clone())[0])
+    assert (found - without).norm() > 0.1 * without.norm()
+    torch.testing.assert_close(block.eval()(x)[0], without)
+
+
+@ranks(2)
+def test_ranks_that_share_experts_draw_the_same_noise() -> None:
+    block = spread_block("Mixtral", communication=False)
+    block.jitter_noise, block.tp_group = 0.5, dist.group.WORLD
+    torch.manual_seed(dist.get_rank())
+    noise = block._noise(torch.zeros(4, 8))
+    both = [torch.empty_like(noise) for _ in range(2)]
+    dist.all_gather(both, noise)
+    assert torch.equal(*both)
+
+
+@ranks(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_block_sends_tokens_and_their_gradients_in_fp8(kind: str) -> None:
     block = spread_block(kind, communication=True)
