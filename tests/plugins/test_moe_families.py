@@ -191,3 +191,17 @@ def test_a_mixture_whose_experts_cannot_be_spread_is_refused() -> None:
     says = "shards no Llama4ForCausalLM, with any transformers; use LowLevelZeroPlugin" if MAJOR > 4 else "Auto policy"
     with pytest.raises(ImportError if MAJOR > 4 else NotImplementedError, match=says):
         start(plugin(2), build("llama4_text"))
+
+
+@pytest.mark.skipif(MAJOR < 5, reason="experts are modules, with adapters of their own")
+@ranks(2)
+def test_adapters_of_experts_in_one_parameter_are_refused_over_ranks() -> None:
+    peft = pytest.importorskip("peft")
+    for ep_size in (1, 2):
+        adapters = peft.LoraConfig(r=4, target_modules=[], target_parameters=["experts.gate_up_proj"])
+        model = peft.get_peft_model(tiny_mixture("Qwen3-MoE"), adapters)
+        if ep_size == 2:
+            with pytest.raises(ValueError, match="cannot be spread over ranks with them; use ep_size=1"):
+                start(plugin(ep_size), model)
+        else:
+            assert learned(start(plugin(ep_size), model, lr=RATE), 1)

@@ -6,14 +6,17 @@ and all else stays whole, on every rank.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
+import torch.distributed as dist
 from colossalai.lazy import LazyInitContext
 from colossalai.shardformer.policies.base_policy import Policy
 from colossalai.tensor.d_tensor.api import init_tensor_as_customization_distributed
 from colossalai.tensor.moe_tensor.api import set_moe_tensor_ep_group
 from torch import nn
 
+from fp8booster.nn.adapters import is_adapted
+from fp8booster.nn.experts.fp8_experts import are_experts
 from fp8booster.nn.experts.parallel import SpreadExperts, blocks_to_spread, spread_experts, spread_of
 
 
@@ -40,10 +43,15 @@ class MixturePolicy(Policy):
             )
 
     def preprocess(self) -> nn.Module:
-        """Spread the experts, where the plugin has expert parallelism."""
+        """Spread the experts, where the plugin has expert parallelism.
+
+        Raises:
+            ValueError: adapters cannot be spread with them.
+        """
         config: Any = self.shard_config
         if config.ep_group is None:
             return self.model
+        self._refuse_adapters_of_all(config.ep_group)
         for block in blocks_to_spread(self.model):
             LazyInitContext.materialize(block)  # lazy parameters have no values to divide
         spread_experts(self.model, config.ep_group)
@@ -55,6 +63,17 @@ class MixturePolicy(Policy):
                     if isinstance(module, SpreadExperts):  # checkpoints have all experts in it
                         init_tensor_as_customization_distributed(parameter, spread.own, spread.gathered)
         return self.model
+
+    def _refuse_adapters_of_all(self, group: dist.ProcessGroup) -> None:
+        """Raise ValueError where peft adapts experts in one parameter: its matrices are of all experts together."""
+        if dist.get_world_size(group) == 1:
+            return
+        for module in self.model.modules():
+            if is_adapted(module) and are_experts(cast(Any, module).get_base_layer()):
+                raise ValueError(
+                    "adapters of experts in one parameter (target_parameters) hold those of all experts, and cannot be "
+                    "spread over ranks with them; use ep_size=1, or adapt other layers, as attention's"
+                )
 
     def module_policy(self) -> dict:
         """Return no replacement: none depends on the family."""
