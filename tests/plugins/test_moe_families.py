@@ -194,14 +194,21 @@ def test_a_mixture_whose_experts_cannot_be_spread_is_refused() -> None:
 
 
 @pytest.mark.skipif(MAJOR < 5, reason="experts are modules, with adapters of their own")
+@pytest.mark.parametrize(
+    ("family", "tp_size", "ep_size"), [("Qwen3-MoE", 1, 1), ("Qwen3-MoE", 1, 2), ("Mixtral", 2, 1)]
+)
 @ranks(2)
-def test_adapters_of_experts_in_one_parameter_are_refused_over_ranks() -> None:
+def test_adapters_of_experts_in_one_parameter_are_refused_where_experts_are_divided(
+    family: str, tp_size: int, ep_size: int
+) -> None:
+    from fp8booster.plugins.moe_hybrid_parallel import MoeHybridParallelPlugin
+
     peft = pytest.importorskip("peft")
-    for ep_size in (1, 2):
-        adapters = peft.LoraConfig(r=4, target_modules=[], target_parameters=["experts.gate_up_proj"])
-        model = peft.get_peft_model(tiny_mixture("Qwen3-MoE"), adapters)
-        if ep_size == 2:
-            with pytest.raises(ValueError, match="cannot be spread over ranks with them; use ep_size=1"):
-                start(plugin(ep_size), model)
-        else:
-            assert learned(start(plugin(ep_size), model, lr=RATE), 1)
+    adapters = peft.LoraConfig(r=4, target_modules=[], target_parameters=["experts.gate_up_proj"])
+    model = peft.get_peft_model(tiny_mixture(family), adapters)
+    divided = MoeHybridParallelPlugin(tp_size, 1, ep_size, precision="bf16", zero_stage=1)
+    if tp_size * ep_size == 1:
+        assert learned(start(divided, model, lr=RATE), 1)
+        return
+    with pytest.raises(ValueError, match="hold those of all experts, which sharding divides; use ep_size=1"):
+        start(divided, model)

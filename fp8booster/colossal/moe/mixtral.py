@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim import Optimizer
 
+from fp8booster.colossal.moe.adapters import refuse_adapters_of_all
+
 
 class MixtralBlockSparseTop2MLP(nn.Module):
     """An expert, `w2(act_fn(w1(x)) * w3(x))`."""
@@ -95,10 +97,12 @@ def split_experts(model: nn.Module, optimizer: Optimizer | None) -> None:
         optimizer: of its parameters: it takes the new ones in place of the old ones, in their groups.
 
     Raises:
-        ValueError: the optimizer has taken a step.
+        ValueError: the optimizer has taken a step, or adapters are of whole experts.
     """
     from colossalai.lazy import LazyInitContext
 
+    if not is_split(model):
+        refuse_adapters_of_all(model)
     replaced: dict[nn.Parameter, list[nn.Parameter]] = {}
     for layer in model.modules():
         for name, block in list(layer._modules.items()):

@@ -6,7 +6,7 @@ and all else stays whole, on every rank.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed as dist
 from colossalai.lazy import LazyInitContext
@@ -15,8 +15,7 @@ from colossalai.tensor.d_tensor.api import init_tensor_as_customization_distribu
 from colossalai.tensor.moe_tensor.api import set_moe_tensor_ep_group
 from torch import nn
 
-from fp8booster.nn.adapters import is_adapted
-from fp8booster.nn.experts.fp8_experts import are_experts
+from fp8booster.colossal.moe.adapters import refuse_adapters_of_all
 from fp8booster.nn.experts.parallel import SpreadExperts, blocks_to_spread, spread_experts, spread_of
 
 
@@ -51,7 +50,8 @@ class MixturePolicy(Policy):
         config: Any = self.shard_config
         if config.ep_group is None:
             return self.model
-        self._refuse_adapters_of_all(config.ep_group)
+        if dist.get_world_size(config.ep_group) > 1:
+            refuse_adapters_of_all(self.model)
         for block in blocks_to_spread(self.model):
             LazyInitContext.materialize(block)  # lazy parameters have no values to divide
         spread_experts(self.model, config.ep_group)
@@ -63,17 +63,6 @@ class MixturePolicy(Policy):
                     if isinstance(module, SpreadExperts):  # checkpoints have all experts in it
                         init_tensor_as_customization_distributed(parameter, spread.own, spread.gathered)
         return self.model
-
-    def _refuse_adapters_of_all(self, group: dist.ProcessGroup) -> None:
-        """Raise ValueError where peft adapts experts in one parameter: its matrices are of all experts together."""
-        if dist.get_world_size(group) == 1:
-            return
-        for module in self.model.modules():
-            if is_adapted(module) and are_experts(cast(Any, module).get_base_layer()):
-                raise ValueError(
-                    "adapters of experts in one parameter (target_parameters) hold those of all experts, and cannot be "
-                    "spread over ranks with them; use ep_size=1, or adapt other layers, as attention's"
-                )
 
     def module_policy(self) -> dict:
         """Return no replacement: none depends on the family."""
