@@ -90,6 +90,9 @@ class Held:
                 return "a pipeline without bubbles computes gradients of weights later"
             if isinstance(module, FP8Layer) and not module.fp8_config.scaling.is_captured:
                 return f"{module.fp8_config.scaling.name} scales, of which a graph cannot tell when a step begins"
+            if module is not layer and _is_compiled(module) and any(isinstance(e, FP8Layer) for e in module.modules()):
+                # compiled code casts weights by itself, and has what it finds in a capture for good
+                return "a module inside is compiled; compile the whole layer or nothing of it"
             if module is not layer and is_looked_at(module):  # the layer's own hooks run around its forward
                 return "hooks of a module inside must run"
         gathered = _gathered_by_torch()
@@ -101,6 +104,11 @@ class Held:
             if record_on(each.device) is None:
                 return "CUDA graphs take a GPU"
         return None
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Tell whether a module is compiled in place, or is `torch.compile`'s around another."""
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:

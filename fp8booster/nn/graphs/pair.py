@@ -154,7 +154,7 @@ class GraphPair:
         self._places = [each for address, each in places.items() if address in given_in]
         self._gradients = [None if each is None else self._kept_of(each, places) for each in gradients]
         self._outputs = [record.let_go(each) for each in outputs]
-        call.made = rebuild(call.made, iter(self._outputs))
+        call.made = rebuild(call.made, call.with_given(call.inputs, self._outputs))
         used_up = set(map(_address, outputs))
         del outputs, gradients
         call.end()
@@ -208,7 +208,7 @@ class GraphPair:
         self.refresh()
         again = [given[number] for number in self._call.given_again]
         outputs = _Replayed.apply(self, len(given), *given, *self._call.trained, *again)
-        return rebuild(self._call.made, iter(outputs))
+        return rebuild(self._call.made, self._call.with_given(given, outputs))
 
     def _replay_forward(self, given: Sequence[Tensor], ticket: _Ticket) -> tuple[Tensor, ...]:
         self._record.follow_stream()

@@ -32,20 +32,25 @@ def is_plain(tensor: Tensor) -> bool:
 def flatten(value: Any, tensors: list[Tensor]) -> Hashable:
     """Append the tensors in a value of tuples, lists and dicts, and tell the rest: equal for values of one kind.
 
+    One that is there several times is appended once, so that it has one place and one gradient.
+
     Raises:
         Unsupported: it holds something else than tensors and constants.
     """
     key: list[Any] = []
-    left = [value]
+    before = len(tensors)
+    left, numbers = [value], dict[int, int]()
     while left:  # a loop, for layers are given some ten values at each call
         each = left.pop()
         if isinstance(each, Tensor):
             if not is_plain(each):
                 is_other = type(each) not in (Tensor, nn.Parameter)
                 raise Unsupported(type(each).__name__ if is_other else f"tensor of {each.layout}")
-            tensors.append(each)
+            number = numbers.setdefault(id(each), len(numbers))
+            if number == len(tensors) - before:
+                tensors.append(each)
             trained = each.requires_grad and torch.is_grad_enabled()
-            key += (Tensor, each.shape, each.dtype, each.device, trained)
+            key += (Tensor, number, each.shape, each.dtype, each.device, trained)
         elif isinstance(each, CONSTANTS):
             key += (type(each), each)
         elif type(each) in (tuple, list):
@@ -61,13 +66,20 @@ def flatten(value: Any, tensors: list[Tensor]) -> Hashable:
 
 def rebuild(value: Any, tensors: Iterator[Tensor]) -> Any:
     """Return a value as `flatten` took it apart, with other tensors in their places."""
-    if isinstance(value, Tensor):
-        return next(tensors)
-    if type(value) in (tuple, list):
-        return type(value)(rebuild(each, tensors) for each in value)
-    if type(value) is dict:
-        return {name: rebuild(each, tensors) for name, each in value.items()}
-    return value
+    others: dict[int, Tensor] = {}
+
+    def rebuilt(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if id(value) not in others:
+                others[id(value)] = next(tensors)
+            return others[id(value)]
+        if type(value) in (tuple, list):
+            return type(value)(map(rebuilt, value))
+        if type(value) is dict:
+            return {name: rebuilt(each) for name, each in value.items()}
+        return value
+
+    return rebuilt(value)
 
 
 def _nodes_behind(outputs: Iterable[Tensor]) -> Iterator[Node]:
@@ -166,7 +178,7 @@ class StaticCall:
                 torch._foreach_copy_(places, tensors)
 
     def forward(self) -> list[Tensor]:
-        """Return the tensors among the outputs; `made` has them in what the layer gives."""
+        """Return the tensors among the outputs that the layer has computed; `made` has all in what the layer gives."""
         with torch.set_grad_enabled(not self._recompute):
             self._run()
         return [each.detach() for each in self._live]
@@ -182,6 +194,8 @@ class StaticCall:
                 self._run()
         self.needs_grad = [each.requires_grad for each in self._live]
         ends = [(each, gradient) for each, gradient in zip(self._live, gradients, strict=True) if each.requires_grad]
+        if not ends:
+            raise Refused("nothing that it computes is trained")
         roots, of_roots = zip(*ends, strict=True)
         trained = [number for number, each in enumerate(self._wanted) if each.requires_grad]
         inputs = [number for number in trained if number < len(self.inputs)]
@@ -195,12 +209,11 @@ class StaticCall:
             # what was saved stays in use: the next replay of the forward writes it again
             keep = not self._recompute
             found = torch.autograd.grad(roots, wanted, of_roots, retain_graph=keep, allow_unused=True)
-        for number, gradient in zip(trained, found, strict=True):
+        for number, gradient in zip(trained[len(inputs) :], found[len(inputs) :], strict=True):
             made[number] = gradient
         self.given_again = []
         for number, gradients in zip(inputs, taken, strict=True):
-            # one that is an output too has got a gradient as that
-            first, *others = gradients if made[number] is None else [made[number], *gradients]
+            first, *others = gradients or (None,)
             made[number] = first
             made += others
             self.given_again += [number] * len(others)
@@ -208,6 +221,11 @@ class StaticCall:
             self._live.clear()
             self.saved.clear()
         return made
+
+    def with_given(self, given: Sequence[Tensor], outputs: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Yield all tensors among the outputs: those that the layer gives on as it was given them, and the others."""
+        others = iter(outputs)
+        return (next(others) if number is None else given[number] for number in self._given_on)
 
     def end(self) -> None:
         """Free the autograd graph; a node may hold the layer, which would never be freed. `saved` stays."""
@@ -230,14 +248,18 @@ class StaticCall:
         ):
             made = self._forward(*self._args, **self._kwargs)
         self._live.clear()
+        found: list[Tensor] = []
         try:
-            flatten(made, self._live)
+            flatten(made, found)
         except Unsupported as error:
             raise Refused(f"it gives a {error}") from None
+        numbers = {id(each): number for number, each in enumerate(self.inputs)}
+        self._given_on = [numbers.get(id(each)) for each in found]
+        self._live += [each for each in found if id(each) not in numbers]
         own = set(map(id, self._wanted))
         if any(id(node.variable) not in own for node in _nodes_behind(self._live) if hasattr(node, "variable")):
             raise Refused("it trains a tensor that is none of its parameters")
-        self.made = rebuild(made, (each.detach() for each in self._live))
+        self.made = rebuild(made, self.with_given(self.inputs, [each.detach() for each in self._live]))
 
 
 def _words(tensor: Tensor) -> Tensor | None:

@@ -145,6 +145,61 @@ def test_gradients_of_what_several_layers_read_add_up_one_by_one(device: torch.d
     assert captured_layers(captured) == {None: 3}
 
 
+class Two(nn.Module):
+    """A layer of two inputs, which it gives on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor) -> dict[str, torch.Tensor]:
+        mixed = self.one(x) * self.other(other) + x * other
+        return {"x": mixed * 2.0 if x is other else mixed, "given": x, "other": [other, mixed, mixed]}
+
+
+def test_tensors_are_the_same_ones_where_eager_layers_have_the_same(device: torch.device) -> None:
+    torch.manual_seed(0)
+    eager = nn.ModuleList(Two() for _ in range(2)).to(device, torch.bfloat16)
+    captured = copy.deepcopy(eager)
+    capture_layers(nn.ModuleDict({"layers": captured}))
+    for step in range(2 * WARM_UP + 4):
+        found = []
+        for model in (eager, captured):
+            first, last = (given(10 * step + number, device).bfloat16().requires_grad_() for number in range(2))
+            x, loss = first * 1, 0.0
+            for layer in model:
+                other = last * 1 if step % 2 else x
+                made = layer(x, other)
+                assert made["given"] is x
+                assert made["other"][0] is other
+                assert made["other"][1] is made["other"][2]
+                # several reads each of what was given on, and of an output that is there twice
+                for each in (made["given"], *made["other"]):
+                    loss = loss + each.square().mean() * each.mean()
+                x = made["x"]
+            (loss + x.square().mean()).backward()
+            found.append([x.detach(), first.grad, *([last.grad] if step % 2 else []), *gradients(model)])
+        assert all(map(torch.equal, *found)), step
+    assert captured_layers(captured) == {None: 2}
+
+
+class Skipped(Block):
+    """Gives on what it is given, as a layer that is switched off."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_a_layer_that_computes_nothing_leaves_others_alone(device: torch.device) -> None:
+    model = nn.ModuleList(Skipped() for _ in range(2)).to(device)
+    other = nn.ModuleList(Block() for _ in range(2)).to(device)
+    capture_layers(nn.ModuleDict({"layers": model, "others": other}))
+    for step in range(WARM_UP + 2):
+        run(other, run(model, given(step, device, True))).sum().backward()
+    assert captured_layers(model) == {"nothing that it computes is trained": 2}
+    assert captured_layers(other) == {None: 2}
+
+
 def test_gradients_of_gradients_are_refused_as_by_eager_layers(device: torch.device) -> None:
     for model in blocks(device):
         for step in range(WARM_UP + 1):
@@ -181,3 +236,26 @@ def test_another_thread_runs_eagerly(device: torch.device) -> None:
     assert list(captured_layers(models[1])) == ["another thread runs the model too"]
     run(models[1], given(9, device))
     assert captured_layers(models[1]) == {None: 2}
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_layer_with_a_compiled_part_runs_eagerly(device: torch.device, in_place: bool) -> None:
+    models = blocks(device)
+    for step in range(2 * WARM_UP + 4):
+        if step == WARM_UP + 2:
+            for model in models:
+                if in_place:
+                    model[0].linear.compile(backend="eager")
+                else:
+                    model[0].linear = torch.compile(model[0].linear, backend="eager")
+        right, found = (run(model, given(step, device)).sum() for model in models)
+        right.backward()
+        found.backward()
+        assert torch.equal(right, found), step
+        for model in models:
+            with torch.no_grad():
+                for each in model.parameters():
+                    each -= 1e-2 * each.grad
+            model.zero_grad()
+    why_not = "a module inside is compiled; compile the whole layer or nothing of it"
+    assert captured_layers(models[1]) == {why_not: 1, None: 1}

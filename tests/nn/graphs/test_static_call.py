@@ -23,6 +23,9 @@ def x(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu", trai
     return torch.zeros(shape, dtype=dtype, device=device, requires_grad=trained)
 
 
+ONE, OTHER = x(4), x(4)
+
+
 def kind(value: Any) -> Any:
     return flatten(value, [])
 
@@ -42,6 +45,8 @@ ONLY_THIS_DIFFERS: dict[str, tuple[Any, Any]] = {
     "member": (Mode.FAST, Mode.SLOW),
     "tuple or list": ((x(4),), [x(4)]),
     "count": ((x(4),), (x(4), x(4))),
+    "one twice": ([x(4)] * 2, [x(4), x(4)]),
+    "which twice": ((ONE, ONE, OTHER), (ONE, OTHER, ONE)),
     "place": ((x(4), None), (None, x(4))),
     "depth": ((x(4), (x(4),)), ((x(4), x(4)),)),
     "name": ({"one": x(4)}, {"other": x(4)}),
@@ -62,6 +67,17 @@ def test_tensors_of_other_values_are_of_one_kind() -> None:
     assert kind([x(4), {"one": x(2, 2)}]) == kind([x(4) + 1, {"one": x(2, 2) - 1}])
     with torch.no_grad():  # where nobody asks for a gradient
         assert kind(x(4)) == kind(x(4, trained=True))
+
+
+def test_a_tensor_that_is_there_twice_is_found_once_and_put_back_twice() -> None:
+    found = [x(1)]
+    flatten({"one": ONE, "other": OTHER, "again": [ONE]}, found)
+    assert found[1] is ONE
+    assert found[2] is OTHER
+    assert len(found) == 3
+    made = rebuild({"one": ONE, "other": OTHER, "again": [ONE]}, iter([x(2), x(3)]))
+    assert made["again"][0] is made["one"]
+    assert made["other"].shape == (3,)
 
 
 def test_tensors_are_found_and_put_back_in_their_places() -> None:
