@@ -44,6 +44,7 @@ PASSES = ("fprop", "dgrad", "wgrad")
 
 READ_ALONE = "its weight is read without the layer, which has not run"
 NOT_RUN = "has not run"
+PASSED_OVER = "they have not run, and what lies beside them has: other code may read their weights"
 
 
 @dataclass(frozen=True)
@@ -309,7 +310,7 @@ def report(model: nn.Module) -> Report:
     return Report(
         tuple(_layer_row(name, module, unknown, apart.get(module), bypassed.get(module)) for name, module in linears),
         tuple(
-            _outside_row(f"{path}.{name}" if path else name, module, getattr(module, name), kept)
+            _outside_row(f"{path}.{name}" if path else name, module, getattr(module, name), kept, bypassed.get(module))
             for path, module, name, kept in weights_outside(model, linears)
         ),
         tuple(MergedRow(len(group.layers), group.why_not_merged) for group in groups),
@@ -406,7 +407,8 @@ def _bypassed(model: nn.Module) -> dict[nn.Module, str]:
     """The FP8 layers that have not run while the model did, as far as uncompiled code tells, and what is known of each.
 
     A layer by itself may wait for its turn, as an expert does or half of a GAN. It was passed over where somebody
-    looked at its weight, or where another layer of the module that holds it has run.
+    looked at its weight, or where another layer of the module that holds it has run. Experts in one parameter were
+    where a layer of the same decoder layer has run.
     """
     found: dict[nn.Module, str] = {}
     # a model that has not run yet has passed over nothing
@@ -420,6 +422,10 @@ def _bypassed(model: nn.Module) -> dict[nn.Module, str]:
                 found[layer] = READ_ALONE
             elif any(other.has_run for other in layers):
                 found.setdefault(layer, NOT_RUN)
+        for decoder_layer in holder if isinstance(holder, nn.ModuleList) else ():
+            experts = [each for each in decoder_layer.modules() if isinstance(each, FP8Experts) and not each.has_run]
+            if experts and any(each.has_run for each in decoder_layer.modules() if isinstance(each, FP8Layer)):
+                found.update(dict.fromkeys(experts, PASSED_OVER))
     return found
 
 
@@ -439,7 +445,9 @@ def _layer_row(
     return _row(name, product_features(module), weight, notes, precision)
 
 
-def _outside_row(name: str, module: nn.Module, weight: torch.Tensor, kept: Kept) -> LayerRow:
+def _outside_row(name: str, module: nn.Module, weight: torch.Tensor, kept: Kept, bypassed: str | None) -> LayerRow:
+    if bypassed is not None:
+        return _row(name, kept.shape, weight, bypassed)
     if isinstance(module, FP8Experts):
         return _row(name, kept.shape, weight, module.fp8_notes(), "FP8" if module.in_fp8 else None)
     return _row(name, kept.shape, weight, kept.reason)

@@ -19,6 +19,7 @@ from fp8booster.nn.convert import WHY_NOT_ROUTERS
 from fp8booster.nn.experts.fp8_experts import ExpertWeight, FP8Experts
 from fp8booster.nn.fsdp.bookkeeping import FP8FSDPParam
 from fp8booster.nn.fsdp.units import fsdp_units, holder_of, params_of
+from fp8booster.nn.report import PASSED_OVER
 from fp8booster.nn.sharding import WeightHolder
 from fp8booster.nn.weights.engine import EngineWeight
 from fp8booster.nn.weights.resharded import ReshardedWeight
@@ -281,6 +282,21 @@ def test_an_implementation_of_the_programs_own_runs(before: bool, monkeypatch: p
         convert_to_fp8(model, config)
     assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)
     assert all("which must run" in row.notes for row in report(model).outside if ".experts." in row.name)
+
+
+def test_experts_that_the_code_of_their_block_passes_over_are_reported_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = convert_to_fp8(build("mixtral")), tokens(0)
+    assert_in_fp8(model)  # nothing has run yet
+    experts = [module for module in model.modules() if isinstance(module, FP8Experts)]
+    block = next(module for module in model.modules() if "experts" in module._modules)
+    monkeypatch.setattr(type(block), "forward", lambda self, x: x @ self.experts.down_proj.mean(0).mean(1, True))
+    model(input_ids=ids)
+    rows = [row for row in report(model).outside if row.name.endswith("_proj")]
+    assert {(row.precision, row.notes) for row in rows} == {("BF16", PASSED_OVER)}
+    monkeypatch.undo()
+    model(input_ids=ids)
+    assert_in_fp8(model)
+    assert all(each.has_run for each in experts)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -152,6 +152,11 @@ class FP8Experts(nn.Module):
         return vars(self).get("has_gate", True)
 
     @property
+    def has_run(self) -> bool:
+        """Tell whether they were called, in FP8 or not."""
+        return self._fp8_ran or bool(self._fp8_reasons)
+
+    @property
     def in_fp8(self) -> bool:
         """Tell whether FP8 products run, or have run for some calls, as far as is known."""
         return self._fp8_ran or not self._fp8_reasons
