@@ -64,22 +64,24 @@ def flatten(value: Any, tensors: list[Tensor]) -> Hashable:
     return tuple(key)
 
 
-def rebuild(value: Any, tensors: Iterator[Tensor]) -> Any:
-    """Return a value as `flatten` took it apart, with other tensors in their places."""
-    others: dict[int, Tensor] = {}
+def rebuild(value: Any, tensors: Iterator[Tensor], others: dict[int, Tensor] | None = None) -> Any:
+    """Return a value as `flatten` took it apart, with other tensors in their places.
 
-    def rebuilt(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            if id(value) not in others:
-                others[id(value)] = next(tensors)
-            return others[id(value)]
-        if type(value) in (tuple, list):
-            return type(value)(map(rebuilt, value))
-        if type(value) is dict:
-            return {name: rebuilt(each) for name, each in value.items()}
-        return value
-
-    return rebuilt(value)
+    Args:
+        value, tensors: what was taken apart, and what takes the places.
+        others: those that have taken places, by the identity of what was there.
+    """
+    # no function inside this one calls itself: it would hold the tensors until the next collection
+    others = {} if others is None else others
+    if isinstance(value, Tensor):
+        if id(value) not in others:
+            others[id(value)] = next(tensors)
+        return others[id(value)]
+    if type(value) in (tuple, list):
+        return type(value)(rebuild(each, tensors, others) for each in value)
+    if type(value) is dict:
+        return {name: rebuild(each, tensors, others) for name, each in value.items()}
+    return value
 
 
 def _nodes_behind(outputs: Iterable[Tensor]) -> Iterator[Node]:

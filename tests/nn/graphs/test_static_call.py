@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -78,6 +80,17 @@ def test_a_tensor_that_is_there_twice_is_found_once_and_put_back_twice() -> None
     made = rebuild({"one": ONE, "other": OTHER, "again": [ONE]}, iter([x(2), x(3)]))
     assert made["again"][0] is made["one"]
     assert made["other"].shape == (3,)
+
+
+def test_what_is_rebuilt_is_free_when_its_last_user_is() -> None:
+    gc.disable()
+    try:
+        made = rebuild([ONE, (OTHER,)], iter([x(2), x(3)]))
+        held = [weakref.ref(made[0]), weakref.ref(made[1][0])]
+        del made
+        assert [each() for each in held] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_tensors_are_found_and_put_back_in_their_places() -> None:
