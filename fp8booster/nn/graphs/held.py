@@ -38,6 +38,9 @@ class Held:
         self.tensors = [*buffers, *reached.tensors]
         """Tensors that a forward may read, besides parameters."""
 
+        # a kernel is given the number that lies on the host, and a graph has it for good
+        self._on_host = [each for each in self.tensors if not each.is_inference() and record_on(each.device) is None]
+        self._numbers = list(map(_VERSION, self._on_host))
         # views show what is there later too: a look then is one walk over objects, without a call of Python's
         registered = [of_module for module in modules for of_module in _PARTS(module)]
         self._empty = [each for each in (*reached.holders, *registered) if not each]
@@ -49,6 +52,7 @@ class Held:
             *([*map(id, module._modules.values())] for module in modules),
             *self._classes,
             *map(id, self.tensors),
+            *self._numbers,
             # others after `load_state_dict(assign=True)`
             *zip(map(id, self._parameters), self._kinds, strict=True),
         ]
@@ -75,6 +79,7 @@ class Held:
             all(map(is_, now, self._objects))
             and list(map(_KIND, self._parameters)) == self._kinds
             and list(map(_CLASS, self.modules)) == self._classes
+            and list(map(_VERSION, self._on_host)) == self._numbers
         )
 
     def changed_since(self, before: Held) -> str | None:
@@ -129,5 +134,6 @@ def _gathered_by_torch() -> set[int]:
 _PARTS = attrgetter("_modules", "_buffers", "_parameters", *HOOKS)
 _KIND = attrgetter("__class__", "device", "dtype", "requires_grad")
 _CLASS = attrgetter("__class__", "__class__.forward")
+_VERSION = attrgetter("_version")
 _MOVES = attrgetter("moves")
 _END = object()

@@ -15,8 +15,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from fp8booster.nn.graphs import capture_layers, captured_layers
+from fp8booster.nn.graphs.held import Held
 from fp8booster.nn.graphs.layer import MOST_MOVES, TOO_EARLY, WARM_UP
 from fp8booster.nn.graphs.reached import MOST_HELD, Reached
+from tests.nn.graphs.rerun import Rerun
 
 pytestmark = pytest.mark.usefixtures("record")
 
@@ -248,6 +250,20 @@ def test_replicas_that_share_the_graphs_of_a_layer_use_their_own_parameters(devi
         assert torch.equal(*found)
         assert torch.equal(models[0][0].wide.grad, models[1][0].wide.grad)
     assert captured_layers(models[1])[None] == 1  # the other layer, which did not run
+
+
+def test_a_number_on_the_host_that_changes_in_place_is_seen() -> None:
+    layer, recorder = nn.Linear(4, 4, device="meta"), Rerun()
+    layer.scale = torch.tensor(1.0)
+
+    def record_on(device: torch.device) -> Rerun | None:
+        return None if device.type == "cpu" else recorder
+
+    before = Held(layer, record_on)
+    assert before.is_as_found(layer)
+    layer.scale.fill_(2.0)
+    assert not before.is_as_found(layer)
+    assert Held(layer, record_on).parts != before.parts
 
 
 def test_long_containers_and_objects_of_libraries_are_not_looked_into() -> None:
