@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -91,6 +92,8 @@ def _inside(value: Any) -> Any:
     """Return the container that a value is, or the attributes of an object; None: it is not looked into."""
     if isinstance(value, (dict, list, tuple, set, frozenset, deque)):
         return value
+    if isinstance(value, partial):  # transformers makes another one each time that checkpointing is enabled
+        return value.func, value.args, value.keywords
     cls = type(value)
     if isinstance(value, (nn.Module, type)) or callable(value) or cls.__module__.partition(".")[0] in _OPAQUE_PACKAGES:
         return None

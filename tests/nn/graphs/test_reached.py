@@ -7,6 +7,7 @@ import copy
 import random
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -133,6 +134,18 @@ def test_equal_containers_are_the_same_setting(device: torch.device) -> None:
     )
     step(model)
     assert captured_layers(model) == {None: 2}
+
+
+def test_partial_functions_of_the_same_are_the_same_setting(device: torch.device) -> None:
+    _, model = layers(device)
+    for _ in range(WARM_UP + 2):
+        for layer in model:
+            layer.activation = partial(F.leaky_relu, negative_slope=0.5)
+        step(model)
+    assert captured_layers(model) == {None: 2}
+    model[0].activation = partial(F.leaky_relu, negative_slope=0.25)
+    step(model)
+    assert captured_layers(model) == {None: 1, TOO_EARLY: 1}
 
 
 def test_what_changes_at_each_call_is_named(device: torch.device) -> None:
