@@ -103,18 +103,19 @@ def prepare_tokens(options: TrainOptions, tell: Callable[[str], None], tokenizer
                 shutil.rmtree(left)
             # a kill must not leave a short file that the next run trusts
             with new_folder(folder) as partial:
-                _write_tokens(partial, corpus, options, tokenizer, tell)
+                _write_tokens(partial, corpus, identity, options, tokenizer, tell)
     made = open_tokens(folder, f"remove the folder {folder}, which is made anew then")
     return replace(made, name=corpus.name)  # another file may have had the same text
 
 
 def open_tokens(folder: Path, remedy: str) -> TokenFile:
-    """Return the token file in a folder that has its identity as a name.
+    """Return the token file in a folder, whatever its name.
 
     Raises ValueError for one that is not whole, with the remedy.
     """
-    facts = read_record(folder / "tokens.json", {"vocabulary": int, "count": int, "text": str}, remedy)
-    file = TokenFile(folder, facts["text"], folder.name, facts["vocabulary"], facts["count"])
+    keys = {"vocabulary": int, "count": int, "text": str, "identity": str}
+    facts = read_record(folder / "tokens.json", keys, remedy)
+    file = TokenFile(folder, facts["text"], facts["identity"], facts["vocabulary"], facts["count"])
     expected = file.count * np.dtype(_dtype(file.vocabulary)).itemsize
     found = file.ids.stat().st_size if file.ids.exists() else 0
     if found != expected or not file.tokenizer.is_dir():
@@ -123,7 +124,7 @@ def open_tokens(folder: Path, remedy: str) -> TokenFile:
 
 
 def _write_tokens(
-    folder: Path, corpus: Corpus, options: TrainOptions, given: str | None, tell: Callable[[str], None]
+    folder: Path, corpus: Corpus, identity: str, options: TrainOptions, given: str | None, tell: Callable[[str], None]
 ) -> None:
     if given is not None:
         tokenizer = load_tokenizer(given)
@@ -147,7 +148,7 @@ def _write_tokens(
             done += sum(map(len, texts))
             tell(f"encoding {corpus.name}: {done / 1e6:.3g} of about {corpus.size / 1e6:.3g} MB")
     (folder / "tokens.json").write_text(
-        json.dumps({"vocabulary": vocabulary, "count": count, "text": corpus.name}) + "\n"
+        json.dumps({"vocabulary": vocabulary, "count": count, "text": corpus.name, "identity": identity}) + "\n"
     )
 
 

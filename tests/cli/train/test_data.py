@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import sysconfig
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from fp8booster.cli.train import data as data_module
-from fp8booster.cli.train.data import folder_identity, load_tokenizer, open_corpus, prepare_tokens
+from fp8booster.cli.train.data import folder_identity, load_tokenizer, open_corpus, open_tokens, prepare_tokens
 from fp8booster.cli.train.model_folder import load_config
 from fp8booster.cli.train.options import TrainOptions
 
@@ -90,6 +91,17 @@ def test_a_tokenizer_that_leaves_numbers_out_has_room_for_its_last_one(options, 
     own, _ = prepare(dataclasses.replace(options, model=str(folder)))
     assert own.vocabulary == last + 1
     assert own.open().max() == last
+
+
+def test_a_file_is_the_same_in_a_folder_of_another_name_and_no_other_in_one_of_the_same(options, tmp_path):
+    tokens, _ = prepare(options)
+    other, _ = prepare(dataclasses.replace(options, vocabulary=options.vocabulary - 1))
+    found = []
+    for each, parent in ((tokens, "a"), (other, "b")):
+        copied = shutil.copytree(each.folder, tmp_path / parent / "tokens")
+        found.append(open_tokens(copied, "copy it again").identity)
+    assert found == [tokens.identity, other.identity]
+    assert tokens.identity != other.identity
 
 
 def test_an_unfinished_file_is_made_anew(options):
