@@ -30,7 +30,7 @@ from fp8booster.monitor.watchdog import Watchdog, remedy_of_nonfinite
 from fp8booster.nn.convert import linear_layers
 from fp8booster.nn.experts.fp8_experts import FP8Experts
 from fp8booster.nn.fused import pointwise
-from fp8booster.nn.graphs.capture import captured_layers, captured_parts, look_inside
+from fp8booster.nn.graphs.capture import captured_layers, look_inside
 from fp8booster.nn.held_casts import forget_step, held_casts, plain_name
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.optim import adamw, gradient_sums
@@ -161,12 +161,9 @@ class Recording:
         found = self._first_of_ranks()
         step = self._recorder.step
         if found is None:
-            parts = sum(count for (_, why_not), count in captured_parts(self._model).items() if why_not is None)
-            replayed = captured_layers(self._model)[None] + parts
+            replayed = captured_layers(self._model)[None]
             unseen = (
-                f", or in the {replayed} layers, or parts of layers, replayed as CUDA graphs, which only samples see"
-                if replayed
-                else ""
+                f", or in the {replayed} layers replayed as CUDA graphs, which only samples see" if replayed else ""
             )
             return (
                 f"Step {step} is not finite, and no parameter and no FP8 tensor is NaN or infinite: it arose outside "

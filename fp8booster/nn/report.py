@@ -35,7 +35,7 @@ from fp8booster.nn.fused.decoder import FusedDecoderLayer, changed_parts
 from fp8booster.nn.fused.merged_layers import MergedLayers, merged_layers
 from fp8booster.nn.fused.part import FusedMLP
 from fp8booster.nn.fused.self_attention import FusedAttention, unfused_calls
-from fp8booster.nn.graphs import captured_layers, captured_parts
+from fp8booster.nn.graphs import captured_layers, graph_breaks
 from fp8booster.nn.linear.frozen import FrozenLayer
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import may_be_bypassed, require_module
@@ -165,8 +165,8 @@ class Report:
     captured: tuple[tuple[str | None, int], ...] = ()
     """How many layers are replayed as CUDA graphs in training, beside None, and how many are not, beside the reason."""
 
-    captured_parts: tuple[tuple[str, str | None, int], ...] = ()
-    """The same of parts of layers that have others which must run eagerly: a part's name, the reason, how many."""
+    graph_breaks: tuple[tuple[str, int], ...] = ()
+    """Why something runs eagerly between the graphs of replayed layers, and in how many."""
 
     @property
     def fp8(self) -> tuple[LayerRow, ...]:
@@ -231,9 +231,8 @@ class Report:
         for reason, count in self.captured:
             why = "" if reason is None else f" not ({reason})"
             line += f", {_counted(count, 'layer')}{why} replayed as CUDA graphs"
-        for part, reason, count in self.captured_parts:
-            why = "" if reason is None else f" not ({reason})"
-            line += f", {part} of {_counted(count, 'layer')}{why} replayed as CUDA graphs"
+        for reason, count in self.graph_breaks:
+            line += f", graphs of {_counted(count, 'layer')} broken ({reason})"
         for reason, count in self.unfused_calls:
             line += f", attention of {_counted(count, 'layer')} unfused for some calls ({reason})"
         for reason, count in self.changed:
@@ -325,7 +324,7 @@ def report(model: nn.Module) -> Report:
         unfused_calls=tuple(unfused_calls(model).items()),
         changed=tuple(changed_parts(model).items()),
         captured=tuple(captured_layers(model).items()),
-        captured_parts=tuple((*which, count) for which, count in captured_parts(model).items()),
+        graph_breaks=tuple(graph_breaks(model).items()),
     )
 
 

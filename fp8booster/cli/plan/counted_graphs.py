@@ -11,7 +11,8 @@ import torch
 
 from fp8booster.colossal.temporarily import temporarily
 from fp8booster.monitor.memory import MemoryTracker, Pool
-from fp8booster.nn.graphs import held, layer, pair, recorder, static_call
+from fp8booster.nn.graphs import held, layer, pair, recorder, values
+from fp8booster.nn.graphs.breaks import Cut
 from fp8booster.nn.graphs.recorder import Memory, Place, Recorder
 
 GRAPHS = "CUDA graphs"
@@ -41,7 +42,7 @@ class CountedGraphs:
         with (
             temporarily(recorder, recorder_for=lambda _: self),
             temporarily(held, _is_plain=lambda parameter: True),
-            temporarily(static_call, is_plain=lambda tensor: True),
+            temporarily(values, is_plain=lambda tensor: True),
             temporarily(layer, who_looks=lambda: None),  # what counts memory sees the capture
             # tensors without values all lie at 0
             temporarily(pair, _address=lambda tensor: tensor.untyped_storage()._cdata),
@@ -50,21 +51,29 @@ class CountedGraphs:
             yield
 
     def __call__(self, work: Callable[[], Made], memory: Memory | None = None) -> tuple[Callable[[], None], Made]:
+        (replay,), made = self.in_pieces(lambda cut: work(), memory)
+        return replay, made
+
+    def in_pieces(
+        self, work: Callable[[Cut], Made], memory: Memory | None = None
+    ) -> tuple[list[Callable[[], None]], Made]:
+        """As `Recorder.in_pieces`."""
         self.captured += 1
+        pieces = [0]
         pool = Pool(self._tracker, GRAPHS)
         if memory is not None:
             pool = self._pools.setdefault(memory, pool)
         self._capturing = True
         try:
             with self._tracker.inside(pool):
-                made = work()
+                made = work(pieces.append)
         finally:
             self._capturing = False
 
         def replay(pool: Pool = pool) -> None:  # a graph keeps its pool, also what the capture has freed in it
             pass
 
-        return replay, made
+        return [replay] * len(pieces), made
 
     def new_memory(self) -> Memory:
         """Return memory for graphs that share it."""

@@ -21,7 +21,8 @@ from fp8booster.colossal.temporarily import temporarily
 from fp8booster.nn.experts.fp8_experts import FP8Experts
 from fp8booster.nn.experts.grouped import grouped_experts
 from fp8booster.nn.fused.merged_layers import merged_layers
-from fp8booster.nn.graphs.units import units_of
+from fp8booster.nn.graphs.eager import eager_parts, modules_apart
+from fp8booster.nn.graphs.static_call import parameters_of
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import change_class, mixed_class, repeated_layers
 
@@ -62,8 +63,7 @@ def _sets(model: nn.Module) -> list[_Set]:
     """Return the trained parameters of what may be captured, of products of several layers, and of other layers."""
     sets = _sets_of_products(model)
     for layer in repeated_layers(model):
-        for unit in units_of(layer)[0]:
-            sets = _with_whole(unit.module, sets)
+        sets = _with_whole(layer, sets)
     # a lone parameter has no order to keep, and holding it back would only delay its bucket
     return [each for each in sets if sum(map(len, each.parts)) > 1]
 
@@ -90,13 +90,15 @@ def _sets_of_products(model: nn.Module) -> list[_Set]:
     return sets
 
 
-def _with_whole(unit: nn.Module, sets: list[_Set]) -> list[_Set]:
-    """Return the sets with one of a unit's parameters in place of those of its products.
+def _with_whole(layer: nn.Module, sets: list[_Set]) -> list[_Set]:
+    """Return the sets with one of a layer's parameters in place of those of its products, but for what runs eagerly.
 
-    Its parts come as the unit's own backward gives them, run without a graph: the last products first. So none waits
+    Its parts come as the layer's own backward gives them, run without a graph: the last products first. So none waits
     there for another, but for vectors, as of norms, which come last.
     """
-    places = {each: number for number, each in enumerate(unit.parameters())}
+    apart = modules_apart(eager_parts(layer.modules()))
+    held = parameters_of(module for module in layer.modules() if module not in apart)
+    places = {each: number for number, each in enumerate(held)}
     inside = [each for each in sets if each.parts[0][0] in places]
     in_products = {each for of_set in inside for part in of_set.parts for each in part}
     elsewhere = {each for of_set in sets for part in of_set.parts for each in part} - in_products

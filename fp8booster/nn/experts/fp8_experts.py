@@ -32,7 +32,7 @@ from fp8booster.nn.experts.stack import NOT_BF16, StackedParameter, pays, run_st
 from fp8booster.nn.fused.activations import fused_kind
 from fp8booster.nn.fused.pointwise import Saving, activate
 from fp8booster.nn.fused.trials import gates_by_activation
-from fp8booster.nn.graphs.units import COUNTED
+from fp8booster.nn.graphs.eager import COUNTED
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import change_class, mixed_class, run_with
 from fp8booster.nn.sharding import WeightHolder
@@ -167,6 +167,11 @@ class FP8Experts(nn.Module):
         if self._sends:
             return EXCHANGED
         return COUNTED if self._fp8_reasons else None
+
+    @property
+    def breaks_itself(self) -> bool:
+        """As `graphs.eager` asks: what sends tokens to other ranks does."""
+        return self._sends
 
     @property
     def _sends(self) -> bool:

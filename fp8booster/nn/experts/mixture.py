@@ -30,13 +30,14 @@ from fp8booster.nn.experts.loads import note_choice
 from fp8booster.nn.experts.routing import Routes, count_rows, spread, weighted_sum
 from fp8booster.nn.experts.spread import EXCHANGED, Rows, Run, Spread
 from fp8booster.nn.fused.trials import computes, numbers, on_numbers
+from fp8booster.nn.graphs.breaks import run_eagerly
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import cached_by_class, change_class, mixed_class
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.delivered import as_rows
 
 LOOKED_AT = "experts that are modules are looked at in every call"
-"""Why no CUDA graph holds those of one rank: it is found then whether they run as one, and on which FP8 weights."""
+"""Why CUDA graphs break at those of one rank: it is found then whether they run as one, and on which FP8 weights."""
 
 
 class Mixture(nn.Module):
@@ -52,6 +53,9 @@ class Mixture(nn.Module):
 
     fp8_spread: Spread | None = None
     """The ranks over which the experts are spread; None: this one holds all of them."""
+
+    breaks_itself = True
+    """Its code runs the experts between CUDA graphs, and all else may be in these."""
 
     @property
     def why_eager(self) -> str:
@@ -78,18 +82,20 @@ class Mixture(nn.Module):
         Returns:
             [T, H] of the tokens' dtype.
         """
-        note_choice(self, chosen, len(cast(nn.ModuleList, self._modules["experts"])))
         over, compiling = self._sent_over, torch.compiler.is_compiling()
         if over is not None and not compiling:
             return over.mix(tokens, chosen, weights, self, beside)
         mix = self._mixed_here if over is None else partial(over.mix, experts=self)
         if compiling:  # the host may read how many rows an expert or a rank gets
             mix = torch.compiler.disable(mix)
-        mixed = mix(tokens, chosen, weights)
+            mixed = mix(tokens, chosen, weights)
+        else:
+            mixed = run_eagerly(mix, tokens, chosen, weights)
         return mixed if beside is None else mixed + beside()
 
     def _mixed_here(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Compute `mix` where this rank holds all experts."""
+        note_choice(self, chosen, len(cast(nn.ModuleList, self._modules["experts"])))
         grouped = self._experts_now()
         mixed = None if grouped is None else grouped.mix(tokens, chosen, weights)
         if mixed is not None:
@@ -173,7 +179,7 @@ class SoftmaxMixture(Mixture):
         tried_so = (len(args) == 1 and not kwargs) or (not args and kwargs.keys() == {"hidden_states"})
         draws_noise = self.training and getattr(self, "jitter_noise", 0) > 0
         if self._runs_own_code(tried_so, original.forward is forward, draws_noise):
-            return super().forward(*args, **kwargs)
+            return run_eagerly(partial(_call, super().forward), args, kwargs)
         hidden_states = args[0] if args else kwargs["hidden_states"]
         tokens = as_rows(hidden_states)
         logits = self.gate(tokens)
@@ -201,8 +207,12 @@ class ChosenMixture(Mixture):
         """Return [T, H] of tokens [T, H] with their experts and these' weights, [T, k]."""
         original, moe = self.tried
         if self._runs_own_code(len(args) == 3 and not kwargs, original.moe is moe):
-            return original.moe(self, *args, **kwargs)
+            return run_eagerly(partial(_call, partial(original.moe, self)), args, kwargs)
         return self.mix(*args)
+
+
+def _call(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    return function(*args, **kwargs)
 
 
 class Routing(NamedTuple):

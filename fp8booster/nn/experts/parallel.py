@@ -25,7 +25,7 @@ from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.experts.loads import note_choice
 from fp8booster.nn.experts.mixture import mixin_of
 from fp8booster.nn.experts.spread import EXCHANGED, Rows, Run, Spread
-from fp8booster.nn.graphs.units import COUNTED
+from fp8booster.nn.graphs.eager import COUNTED
 from fp8booster.nn.modules import change_class, mixed_class
 from fp8booster.nn.weights.casting import Casts
 
@@ -40,12 +40,17 @@ class SpreadExperts(nn.Module):
         """The reason why no graph can hold the experts."""
         return EXCHANGED if self.fp8_spread.sends else COUNTED
 
+    @property
+    def breaks_itself(self) -> bool:
+        """As `graphs.eager` asks: what sends tokens to other ranks does."""
+        return self.fp8_spread.sends
+
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return [T, H], of tokens [T, H] with their experts and these' weights, [T, k]."""
         reason, spread = why_not_called_so(args, kwargs), self.fp8_spread
-        if reason is None:
-            note_choice(self, args[1], spread.experts)
         if not spread.sends:
+            if reason is None:
+                note_choice(self, args[1], spread.experts)
             original: Any = super().forward  # of the module's class
             return original(*args, **kwargs)
         if reason is not None:

@@ -13,10 +13,13 @@ encoded as a message, and their values arrive in 16 bits.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Protocol
+from typing import cast as cast_type
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from fp8booster.comm.cast_rows import send_cast_rows
 from fp8booster.comm.encoding import Encoding
@@ -25,14 +28,16 @@ from fp8booster.kernels.expert_rows import count_choices
 from fp8booster.nn.experts.dispatch import exchange_rows, send_rows
 from fp8booster.nn.experts.fp8_rows import FP8Rows, nothing_of, packed, received_rows, why_not_before_sending
 from fp8booster.nn.experts.host_copy import HostCopy
+from fp8booster.nn.experts.loads import note_choice
 from fp8booster.nn.experts.routing import Routes, spread, spread_bytes, sum_of_rows, weighted_sum
+from fp8booster.nn.graphs.breaks import is_captured, run_eagerly
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.delivered import delivered_amax
 from fp8booster.scaling import INPUT
 from fp8booster.tensor import QuantizedMatrix
 
 EXCHANGED = "experts spread over ranks exchange rows whose number the host waits for"
-"""Why no CUDA graph holds them."""
+"""Why their CUDA graphs break."""
 
 AS_CAST = "in FP8, as the first product reads them"
 IN_16_BITS = "in 16 bits"
@@ -69,23 +74,18 @@ class HeldExperts(Protocol):
         """
 
 
-class _Loads(NamedTuple):
-    """Rows for the experts, on their way to the host."""
+class _Loads:
+    """Rows for the experts, on their way to the host.
 
-    numbers: HostCopy
-    """[2, ranks, experts of each, and one or none]: rows from this rank for each expert; rows from each rank for those
-    here. Behind them bits of each rank's amax, or `_NO_CAST`; where none is, nothing is told."""
+    Args:
+        numbers: as `Spread._told`.
+        held: experts of this rank.
+    """
 
-    by_sender: HostCopy
-    """The rows for the experts here, [ranks, experts of this one]."""
-
-    held: int
-    """Experts of this rank."""
-
-    def amax(self) -> torch.Tensor:
-        """Return the largest that ranks have told, float32 []."""
-        # the bits of numbers from zero to infinity, and NaN, have the order of the numbers; of 64 they are the lower 32
-        return self.numbers.on_device[1, :, self.held].amax(0, keepdim=True).view(torch.float32)[0]
+    def __init__(self, numbers: HostCopy, held: int) -> None:
+        self.numbers, self.held = numbers, held
+        self.by_sender = numbers.part(1, slice(held))
+        """The rows for the experts here, [ranks, experts of this one]."""
 
     def all_cast(self) -> bool:
         """Tell whether all ranks cast their tokens, where this one does; the host waits."""
@@ -103,7 +103,6 @@ _NO_CAST = -1
 class _Cast(NamedTuple):
     """Tokens that were cast once."""
 
-    casts: Casts
     matrix: QuantizedMatrix
     rows: torch.Tensor
     """[T k, B], bytes of rows as they are sent."""
@@ -191,27 +190,58 @@ class Spread:
             [T, H] of the tokens' dtype.
         """
         casts = self._casts_before_sending(experts.input_casts(tokens))
-        loads = self._loads(chosen, tokens, casts)
-        # the host waits for the loads alone: this is queued behind them, and keeps the GPU busy when the host goes on
+        numbers = self._told(chosen, tokens, casts)
+        # the host waits for the numbers alone: what is queued behind them keeps the GPU busy when the host goes on. A
+        # graph cannot tell when they are there
+        copy = None if is_captured() else HostCopy(numbers)
         routes = Routes.of(chosen, self.experts)
-        cast = None if casts is None else _cast(tokens, casts, loads, routes)
+        cast = None if casts is None else _cast(tokens, casts, numbers[1, :, self.held], routes)
         rows = spread(tokens, routes) if cast is None else None
         added = None if beside is None else beside()
+        mix = partial(self._mix_by_numbers, experts, casts, copy)
+        sent = None if cast is None else (tuple(cast.matrix), *cast[1:])
+        mixed = run_eagerly(mix, tokens, chosen, weights, numbers, tuple(routes), sent, rows)
+        return mixed if added is None else mixed + added
+
+    def _mix_by_numbers(
+        self,
+        experts: HeldExperts,
+        casts: Casts | None,
+        copy: HostCopy | None,
+        tokens: torch.Tensor,
+        chosen: torch.Tensor,
+        weights: torch.Tensor,
+        numbers: torch.Tensor,
+        routes_of: tuple[torch.Tensor, ...],
+        sent: tuple[Any, ...] | None,
+        rows: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Compute `mix` where the host must know how many rows are sent.
+
+        Args:
+            experts, tokens, chosen, weights: as in `mix`.
+            casts: have cast the tokens.
+            copy: of `numbers`, which are as `_told`; None: it begins here.
+            routes_of: fields of `Routes`.
+            sent: fields of `_Cast`; None: the rows are encoded.
+            rows: of the tokens, [T k, H], where these were not cast.
+        """
+        note_choice(cast_type(nn.Module, experts), chosen, self.experts)
+        routes, loads = Routes(*routes_of), _Loads(copy or HostCopy(numbers), self.held)
         # what takes the host alone comes before it waits, as GPUs and other ranks are busy until then
         run = experts.prepare(tokens, len(routes.choices))
         sizes = loads.sizes()
         arrived: Rows
-        if cast is not None and loads.all_cast():
-            arrived = self._send_cast(tokens, cast, routes, sizes)
+        if sent is not None and casts is not None and loads.all_cast():
+            arrived = self._send_cast(tokens, casts, _Cast(QuantizedMatrix(*sent[0]), *sent[1:]), routes, sizes)
         else:
             rows = spread(tokens, routes) if rows is None else rows
             arrived = exchange_rows(rows, *sizes, self.group, self.encoding)
-            if cast is not None:
+            if sent is not None:
                 self.way = _ENCODED.format("as another rank's experts read them otherwise")
         made = self._at_experts(arrived, loads, run)
         made = exchange_rows(made, sizes.received, sizes.sent, self.group, self.encoding)
-        mixed = weighted_sum(made, weights, routes).to(tokens.dtype)
-        return mixed if added is None else mixed + added
+        return weighted_sum(made, weights, routes).to(tokens.dtype)
 
     def _casts_before_sending(self, casts: Casts | None) -> Casts | None:
         """Return what casts tokens before they are sent; None: nothing does."""
@@ -222,8 +252,13 @@ class Spread:
         self.way = AS_CAST if why_not is None else _ENCODED.format(why_not)
         return casts if why_not is None else None
 
-    def _loads(self, chosen: torch.Tensor, tokens: torch.Tensor, casts: Casts | None) -> _Loads:
-        """Begin to tell the ranks how many rows go from each of them to each expert, and what casts the tokens need."""
+    def _told(self, chosen: torch.Tensor, tokens: torch.Tensor, casts: Casts | None) -> torch.Tensor:
+        """Tell the ranks how many rows go from each of them to each expert, and what casts the tokens need.
+
+        Returns:
+            int64 [2, ranks, experts of each, and one or none]: rows from this rank for each expert; rows from each rank
+            for those here. Behind them bits of each rank's amax, or `_NO_CAST`; where none is, nothing is told.
+        """
         tells = self.encoding is not None
         numbers = chosen.new_empty(2, self.ranks, self.held + tells, dtype=torch.int64)
         counts, arriving = numbers
@@ -233,14 +268,12 @@ class Spread:
             counts[:, self.held] = _NO_CAST if casts is None else 0
         # counts go ahead of the tokens: a rank must know how many rows it receives before it makes room
         dist.all_to_all_single(arriving, counts, group=self.group)
-        copy = HostCopy(numbers)
-        return _Loads(copy, copy.part(1, slice(self.held)), self.held)
+        return numbers
 
-    def _send_cast(self, tokens: torch.Tensor, cast: _Cast, routes: Routes, sizes: _Sizes) -> FP8Rows:
+    def _send_cast(self, tokens: torch.Tensor, casts: Casts, cast: _Cast, routes: Routes, sizes: _Sizes) -> FP8Rows:
         """Send rows of tokens that were cast to their experts, and return those that come here."""
         payload = len(cast.rows) * tokens.shape[1] * tokens.element_size()
-        scaling = cast.casts.scaling
-        message = send_cast_rows(cast.rows, *sizes, self.group, payload=payload, scaling=scaling)
+        message = send_cast_rows(cast.rows, *sizes, self.group, payload=payload, scaling=casts.scaling)
 
         def back(gradient: torch.Tensor) -> torch.Tensor:
             rows = send_rows(gradient, sizes.received, sizes.sent, self.group, self.encoding)
@@ -262,10 +295,18 @@ def _amaxes_of(tokens: torch.Tensor) -> torch.Tensor:
     return (partial_amaxes(tokens.detach()) if amaxes is None else amaxes).view(-1)
 
 
-def _cast(tokens: torch.Tensor, casts: Casts, loads: _Loads, routes: Routes) -> _Cast:
-    """Cast each token once, under the scale of all ranks' where there is one, and spread the bytes."""
-    amax = loads.amax() if casts.scaling.granularity == "tensorwise" else None
+def _cast(tokens: torch.Tensor, casts: Casts, told: torch.Tensor, routes: Routes) -> _Cast:
+    """Cast each token once, under the scale of all ranks' where there is one, and spread the bytes.
+
+    Args:
+        tokens, routes: of this rank.
+        casts: of their first product.
+        told: int64 [ranks], the bits of their amaxes.
+    """
+    # the bits of numbers from zero to infinity, and NaN, have the order of the numbers; of 64 they are the lower 32
+    is_one = casts.scaling.granularity == "tensorwise"
+    amax = told.amax(0, keepdim=True).view(torch.float32)[0] if is_one else None
     # kernels are not launched over nothing
     filled = tokens if len(tokens) else tokens.new_zeros(1, tokens.shape[1])
     matrix = casts.quantize(INPUT, filled, amax=amax)
-    return _Cast(casts, matrix, spread_bytes(packed(matrix), routes), nothing_of(tokens, tokens.dtype), amax)
+    return _Cast(matrix, spread_bytes(packed(matrix), routes), nothing_of(tokens, tokens.dtype), amax)

@@ -1,13 +1,12 @@
 """Repeated layers of a model that are captured into CUDA graphs after a few calls, and replayed from then on.
 
-Where a part of a layer must run eagerly, the other parts are captured, each as a layer is (`units`).
+Where a part of a layer must run eagerly (`eager`), its graphs break there.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import chain
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch import nn
 
 from fp8booster.config import FP8Config
 from fp8booster.nn.graphs.layer import STATE_BYTES, LayerGraphs, Shared
-from fp8booster.nn.graphs.units import Unit, units_of
 from fp8booster.nn.modules import (
     change_class,
     class_without,
@@ -41,8 +39,8 @@ def capture_layers(model: nn.Module, *, only_where_host_limits: bool = False) ->
     """Let the repeated layers of a model be captured into CUDA graphs, in place, when they have run a few times.
 
     In training, each layer's forward and backward is one graph then, and Python no longer launches their kernels: a
-    small model trains as fast as the GPU computes. Of a layer with a part that must run eagerly, as experts that are
-    spread over ranks, the other parts are captured, each for itself. Values are the same, bit for bit, without dropout.
+    small model trains as fast as the GPU computes. A layer with a part that must run eagerly, as experts that are
+    spread over ranks, has graphs before and behind it. Values are the same, bit for bit, without dropout.
     Needed are calls of the same shapes, of which a layer captures several; the report tells what was not captured and
     why. Graphs share what they need only while a layer runs.
 
@@ -59,23 +57,13 @@ def capture_layers(model: nn.Module, *, only_where_host_limits: bool = False) ->
     shared = Shared(only_where_host_limits, unseen=STATE_BYTES * trained)
     layers = [inside_wrappers(each) for each in repeated_layers(model)]
     for layer in layers:
-        units, reason = units_of(layer)
-        if isinstance(layer, CapturedLayer):  # what has become eager since leaves it whole
-            units, reason = [Unit(layer)], None
-        if reason is not None:
-            vars(layer)[_WHY_PARTED] = reason
-        for unit, name in units:
-            if isinstance(unit, CapturedLayer):  # as `fuse` left it to the host's speed; recordings hold what it shares
-                shared = unit.fp8_graphs.shared
-                shared.only_where_host_limits = only_where_host_limits
-            else:
-                change_class(unit, mixed_class(CapturedLayer, type(unit)))
-            unit.__dict__["fp8_graphs"] = LayerGraphs(shared, name)
+        if isinstance(layer, CapturedLayer):  # as `fuse` left it to the host's speed; recordings hold what it shares
+            shared = layer.fp8_graphs.shared
+            shared.only_where_host_limits = only_where_host_limits
+        else:
+            change_class(layer, mixed_class(CapturedLayer, type(layer)))
+        layer.__dict__["fp8_graphs"] = LayerGraphs(shared)
     return len(layers)
-
-
-_WHY_PARTED = "_fp8booster_parted"
-"""Attribute of a layer whose parts are captured: why the whole is not."""
 
 
 def capture_as_configured(model: nn.Module, config: FP8Config) -> None:
@@ -97,7 +85,6 @@ def capture_as_configured(model: nn.Module, config: FP8Config) -> None:
 def _release_layers(model: nn.Module) -> None:
     """Undo `capture_layers`. Backwards that are awaited have their graphs."""
     for module in model.modules():
-        vars(module).pop(_WHY_PARTED, None)
         if isinstance(module, CapturedLayer):
             change_class(module, class_without(CapturedLayer, type(module)))
             del vars(module)["fp8_graphs"]
@@ -118,14 +105,12 @@ def look_inside(model: nn.Module, when: Callable[[], bool]) -> Callable[[], None
 
 def captured_layers(model: nn.Module) -> Counter[str | None]:
     """Count the layers that were replayed when they ran last in training, under None, and others by the reason."""
-    whole = (graphs.why_not for graphs in _graphs_in(model) if graphs.part is None)
-    parted = (vars(module)[_WHY_PARTED] for module in model.modules() if _WHY_PARTED in vars(module))
-    return Counter(chain(whole, parted))
+    return Counter(graphs.why_not for graphs in _graphs_in(model))
 
 
-def captured_parts(model: nn.Module) -> Counter[tuple[str, str | None]]:
-    """Count the parts that are captured in place of whole layers, by name and reason, as `captured_layers`."""
-    return Counter((graphs.part, graphs.why_not) for graphs in _graphs_in(model) if graphs.part is not None)
+def graph_breaks(model: nn.Module) -> Counter[str]:
+    """Count the replayed layers in which something runs eagerly, by the reason why."""
+    return Counter(reason for graphs in _graphs_in(model) if graphs.why_not is None for reason in graphs.breaks)
 
 
 def _graphs_in(model: nn.Module) -> Iterator[LayerGraphs]:

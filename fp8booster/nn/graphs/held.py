@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
 
+from fp8booster.nn.graphs.eager import eager_parts, modules_apart
 from fp8booster.nn.graphs.reached import Reached
 from fp8booster.nn.graphs.recorder import Recorder
-from fp8booster.nn.graphs.units import eager_parts
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import HOOKS, is_looked_at, waiting_hooks
 
@@ -27,8 +27,19 @@ class Held:
     """
 
     def __init__(self, layer: nn.Module, record_on: Callable[[torch.device], Recorder | None]) -> None:
-        self.modules = modules = list(layer.modules())
-        self.eager = eager_parts(modules)
+        everything = list(layer.modules())
+        self._may_be_eager = eager_parts(everything)
+        self._whys = list(map(_WHY, self._may_be_eager))
+        self.eager = [part for part in self._may_be_eager if part.why is not None]
+        """What runs eagerly, between graphs."""
+
+        apart = modules_apart(self.eager)
+        self.modules = modules = [module for module in everything if module not in apart]
+        """Those that graphs hold."""
+
+        self._apart = [each for module in apart for each in module._parameters.values() if each is not None]
+        self._are_trained = list(map(_REQUIRES_GRAD, self._apart))
+        self._layer = layer
         self.waits = [(hook, module) for module in modules for hook in waiting_hooks(module)]
         """Hooks that wait for parameters, with their modules."""
 
@@ -55,10 +66,12 @@ class Held:
             *self._numbers,
             # others after `load_state_dict(assign=True)`
             *zip(map(id, self._parameters), self._kinds, strict=True),
+            *self._whys,
+            *self._are_trained,
         ]
         """What graphs are of, besides settings."""
 
-        self.trains = any(each.requires_grad for each in self._parameters)
+        self.trains = any(each.requires_grad for each in self._parameters) or any(self._are_trained)
         self._sources = [module.fp8_weight for module in modules if isinstance(module, FP8Layer)]
         self._why_never = self._why_not(layer, record_on)
 
@@ -72,7 +85,7 @@ class Held:
     def is_as_found(self, layer: nn.Module) -> bool:
         """Tell whether the modules of a layer hold the very objects that they held."""
         # a shallow copy, as each replica of `nn.DataParallel`, has the graphs of the layer, and parameters of its own
-        if layer is not self.modules[0] or any(self._empty):
+        if layer is not self._layer or any(self._empty) or list(map(_WHY, self._may_be_eager)) != self._whys:
             return False
         now = chain(chain.from_iterable(self._views), (_END,))
         return (
@@ -80,6 +93,7 @@ class Held:
             and list(map(_KIND, self._parameters)) == self._kinds
             and list(map(_CLASS, self.modules)) == self._classes
             and list(map(_VERSION, self._on_host)) == self._numbers
+            and list(map(_REQUIRES_GRAD, self._apart)) == self._are_trained
         )
 
     def changed_since(self, before: Held) -> str | None:
@@ -89,7 +103,18 @@ class Held:
         pairs = zip(self.settings, before.settings, strict=False)
         return next((now[0] for now, then in pairs if now != then), "the number of attributes")
 
+    @property
+    def breaking(self) -> list[nn.Module]:
+        """Modules whose forward is to be made to break the graph."""
+        return [part.called for part in self.eager if not part.breaks_itself]
+
     def _why_not(self, layer: nn.Module, record_on: Callable[[torch.device], Recorder | None]) -> str | None:
+        for part in self.eager:
+            if part.called is layer:
+                return part.why
+            # a graph has what is done around the call
+            if is_looked_at(part.called):
+                return "hooks of a module inside must run"
         for module in self.modules:
             if vars(module).get("use_zbv"):  # Python takes it from backward, and a replay runs none
                 return "a pipeline without bubbles computes gradients of weights later"
@@ -136,4 +161,6 @@ _KIND = attrgetter("__class__", "device", "dtype", "requires_grad")
 _CLASS = attrgetter("__class__", "__class__.forward")
 _VERSION = attrgetter("_version")
 _MOVES = attrgetter("moves")
+_REQUIRES_GRAD = attrgetter("requires_grad")
+_WHY = attrgetter("why")
 _END = object()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fp8booster.comm.observer import observer
 from fp8booster.nn.graphs import recorder
+from fp8booster.nn.graphs.breaks import Result, breaking_at, noted_breaks
 from fp8booster.nn.graphs.call_state import (
     CHECKPOINTING,
     autocast_dtype,
@@ -28,8 +29,8 @@ from fp8booster.nn.graphs.call_state import (
 from fp8booster.nn.graphs.held import Held
 from fp8booster.nn.graphs.pair import Freed, GraphPair, Moved
 from fp8booster.nn.graphs.recorder import Memory, Recorder
-from fp8booster.nn.graphs.static_call import Refused, Unsupported, flatten
-from fp8booster.nn.graphs.units import why_eager
+from fp8booster.nn.graphs.static_call import parameters_of
+from fp8booster.nn.graphs.values import Refused, Unsupported, flatten
 from fp8booster.nn.weights.pinned import Use, collected, collected_uses
 from fp8booster.scaling.steps import optimizer_steps
 
@@ -73,6 +74,7 @@ class _Kind:
     host_seconds: float = float("inf")
     gpu_seconds: list[Callable[[], float | None]] = field(default_factory=list)  # of each call, once they are known
     uses: list[Use] = field(default_factory=list)
+    results: list[Result] = field(default_factory=list)  # of calls that run eagerly in it
     pairs: list[GraphPair] = field(default_factory=list)
     moves: int = 0
     orders: int = 0  # times that others, captured later, waited for their backward
@@ -121,15 +123,14 @@ class Shared:
 
 
 class LayerGraphs:
-    """The graphs of one layer, or of one part. A copy or a pickle of it is empty.
+    """The graphs of one layer. A copy or a pickle of it is empty.
 
     Args:
         shared: of all layers of a model.
-        part: as `Unit.name`.
     """
 
-    def __init__(self, shared: Shared, part: str | None = None) -> None:
-        self.shared, self.part = shared, part
+    def __init__(self, shared: Shared) -> None:
+        self.shared = shared
         self._kinds: dict[Hashable, _Kind] = {}
         self._held: Held | None = None
         self._ran_without_gradients = False
@@ -148,7 +149,8 @@ class LayerGraphs:
                 self.why_not = TOO_EARLY
                 if self._changes > MOST_MOVES:
                     self.why_not = f"{self._changed} changes between calls"
-                return _warm_up(kind, self.shared.record_on(given[0].device), forward, args, kwargs, given)
+                with breaking_at(() if self._held is None else self._held.breaking):
+                    return _warm_up(kind, self.shared.record_on(given[0].device), forward, args, kwargs, given)
             pairs = 0 if kind is None else len(kind.pairs)
             pair = None if kind is None else self._pair(kind, forward, layer, args, kwargs, given)
             if kind is not None and pair is not None:
@@ -168,13 +170,18 @@ class LayerGraphs:
             if not replayed:  # settings that the layer's own forward has changed are no reason to capture it anew
                 self._look(layer, settings_count=False)
 
+    @property
+    def breaks(self) -> set[str]:
+        """Why parts of the layer run eagerly, between graphs."""
+        return set() if self._held is None else {part.why for part in self._held.eager if part.why is not None}
+
     def _why_never(self, held: Held) -> str | None:
         """Return why a layer that holds this cannot be captured now."""
         if who_saves() not in (None, CHECKPOINTING):
             return "what it saves for backward is stored elsewhere"
         if self._writes >= WARM_UP:
             return "its forward puts other tensors into attributes each time, which a replay would not"
-        return who_looks() or why_eager(held.eager) or held.why_not
+        return who_looks() or held.why_not
 
     def _look(self, layer: nn.Module, settings_count: bool = True) -> Held:
         """Look at what the layer's modules hold, and forget the graphs of others.
@@ -234,8 +241,6 @@ class LayerGraphs:
         elif key[-1] == CHECKPOINTING and not is_checkpointed_alone(layer):
             # its second forward must save as many tensors as the first, and a replay saves none
             self.why_not = "checkpointing is of more than the layer; checkpoint each layer by itself"
-            if self.part is not None:
-                self.why_not = "checkpointing computes it again with the rest of its layer"
         elif kind is not None:
             return kind
         elif len(self._kinds) == MOST_KINDS:
@@ -271,6 +276,8 @@ class LayerGraphs:
             kind.why_not = self.shared.failure
         if recompute and kind.draws:
             kind.why_not = "it draws random numbers, which checkpointing must draw again"
+        if recompute and kind.results:
+            kind.why_not = "checkpointing must compute again what runs eagerly in it"
         seconds: list[float] = []
         # how long a GPU takes that waits for another rank's host says nothing of this one
         if not kind.pairs and kind.why_not is None and self.shared.only_where_host_limits and not kind.sends:
@@ -314,6 +321,8 @@ class LayerGraphs:
         recompute: bool,
     ) -> GraphPair:
         device, waiting = given[0].device, sum(not pair.is_free for pair in kind.pairs)
+        held = self._held or Held(layer, self.shared.record_on)
+        modules = held.modules
         # of sharded layers each rank would keep all gradients, and FSDP2 uses those of one up before the next
         shares = any(use.source.is_transient for use in kind.uses)
         copies = kind.copies_gradients or recompute  # of checkpointed layers there is no room to spare
@@ -322,7 +331,7 @@ class LayerGraphs:
             memory = record.new_memory() if apart else self.shared.memory_of(record, device, waiting)
             unseen = self.shared.unseen if self.shared.steps == optimizer_steps() else 0
             kept, passing = unseen + kind.kept + sum(each.nbytes for each in given), 3 * kind.passing
-            places = 0 if shares else sum(each.nbytes for each in layer.parameters() if each.requires_grad)
+            places = 0 if shares else sum(each.nbytes for each in parameters_of(modules) if each.requires_grad)
             # places for gradients cost memory and save time, so they are the first to go
             copies = copies or record.why_no_room(memory, kept + places, passing) is not None
             why_not = record.why_no_room(memory, kept, passing) if copies else None
@@ -335,16 +344,18 @@ class LayerGraphs:
                     forward,
                     args,
                     kwargs,
-                    layer,
+                    modules,
                     kind.uses,
-                    () if self._held is None else self._held.tensors,
+                    held.tensors,
                     recompute=recompute,
+                    results=kind.results,
+                    breaking=held.breaking,
                     gradients="copied" if copies else "shared" if shares else "own",
                 )
         raise RuntimeError("memory that other graphs keep is freed meanwhile")
 
     def __reduce__(self) -> tuple:
-        return LayerGraphs, (self.shared, self.part)
+        return LayerGraphs, (self.shared,)
 
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -366,8 +377,9 @@ def _warm_up(
 ) -> Any:
     kind.calls += 1
     device = given[0].device
-    allocated = (0, 0) if record is None else record.allocated()
-    with collected_uses() as uses:
+    allocated = _nothing if record is None else record.allocated
+    before = allocated()
+    with collected_uses() as uses, noted_breaks(allocated) as noted:
         end = None if record is None else record.timer()
         drawn, sent = random_state(device), observer.sent_bytes
         drawn_on_host, versions, began = host_random_state(device), _versions(given), time.perf_counter()
@@ -382,12 +394,19 @@ def _warm_up(
         kind.why_not = "it draws random numbers on the host, which a replay would not"
     if _versions(given) != versions:
         kind.why_not = "it changes what it is given in place, of which a replay has a copy"
+    if noted.why_not is not None:
+        kind.why_not = noted.why_not
     if collected.values_were_read:
         kind.why_not = "it reads values of weights that are gathered in FP8 alone"
-    if record is not None:
-        kind.kept, kind.passing = (now - then for now, then in zip(record.allocated(), allocated, strict=True))
+    kind.kept, kind.passing = (now - then for now, then in zip(allocated(), before, strict=True))
+    kind.kept, kind.passing = kind.kept - noted.kept, kind.passing - noted.passing
+    kind.results = noted.results
     kind.uses = list({(id(use.source), use.transpose): use for use in uses}.values())
     return made
+
+
+def _nothing() -> tuple[int, int]:
+    return 0, 0
 
 
 def _versions(given: list[Tensor]) -> list[int]:

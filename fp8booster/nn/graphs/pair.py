@@ -1,17 +1,22 @@
-"""One forward and its backward as two CUDA graphs, over tensors that stay where they are."""
+"""One forward and its backward as CUDA graphs over tensors that stay where they are: one each, or a piece of each
+between calls that run eagerly (`breaks`).
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fp8booster.nn.graphs.breaks import Result
 from fp8booster.nn.graphs.recorder import Memory, Place, Recorder
-from fp8booster.nn.graphs.static_call import StaticCall, is_plain, rebuild
+from fp8booster.nn.graphs.static_call import StaticCall, parameters_of
+from fp8booster.nn.graphs.values import is_plain, lay, rebuild
 from fp8booster.nn.linear.functional import once_differentiable
 from fp8booster.nn.weights.pinned import Pinned, Use, copies_are_held
 from fp8booster.scaling.steps import Steps
@@ -63,7 +68,12 @@ class _Ticket:
     """Held by the autograd graph of one forward: as long as its backward may come."""
 
     used = False
+    behind: int
+    """The piece that went backward last; as many as there are: none did."""
+
     versions: list[Any]
+    held: list[Tensor] | None
+    """Gradients that somebody had when backward began, where it writes."""
 
 
 class GraphPair:
@@ -79,10 +89,12 @@ class GraphPair:
         memory: of the graphs, which pairs share that are replayed last in, first out.
         forward: the layer's, by the arguments of one call.
         args, kwargs: of a call of the kind.
-        layer: whose parameters get gradients, where they need one.
+        modules: of the layer, but for those that run eagerly: their parameters get gradients, where they need one.
         uses: of FP8 weights in that forward.
         tensors: what else a forward may read where it lies now.
         recompute: as activation checkpointing does.
+        results: of the eager calls that break the graphs.
+        breaking: modules whose forwards are such calls.
         gradients: how parameters get theirs.
 
     Raises:
@@ -98,11 +110,13 @@ class GraphPair:
         forward: Callable[..., Any],
         args: tuple,
         kwargs: dict[str, Any],
-        layer: torch.nn.Module,
+        modules: Sequence[torch.nn.Module],
         uses: Sequence[Use],
         tensors: Sequence[Tensor] = (),
         *,
         recompute: bool = False,
+        results: Sequence[Result] = (),
+        breaking: Sequence[torch.nn.Module] = (),
         gradients: Gradients = "own",
     ) -> None:
         self.lacks_graphs = False  # they were given up
@@ -110,9 +124,9 @@ class GraphPair:
         self.gradients_were_held = False  # when backward came again
         self._record, self._memory = record, memory
         self._aside: list[tuple[Tensor, Tensor]] | None = None  # what forward kept for backward, and copies of it
-        self._call = StaticCall(forward, args, kwargs, layer, recompute=recompute)
+        self._call = StaticCall(forward, args, kwargs, modules, recompute=recompute, results=results, breaking=breaking)
         in_fp8 = {id(weight) for use in uses for weight in use.weights}
-        self._read = [each for each in layer.parameters() if id(each) not in in_fp8]
+        self._read = [each for each in parameters_of(modules) if id(each) not in in_fp8]
         self._tensors = [each for each in tensors if is_plain(each)]
         self._read_at = self._lie_at()
         self._pinned: list[Pinned] = []
@@ -144,10 +158,18 @@ class GraphPair:
         # what others keep is not this pair's to copy aside
         before = record.in_use(memory)
         with copies_are_held(None if given_as == "copied" else place_of):
-            self._forward, outputs = record(call.forward, memory)
+            self._forward, outputs = record.in_pieces(call.forward, memory)
             kept = record.in_use(memory)
-            self._gradients_in = [record.place_like(each, number) for number, each in enumerate(outputs)]
-            self._backward, gradients = record(partial(call.backward, self._gradients_in), memory)
+            # one goes through to later pieces where what it is of was only passed on: each has a place of its own
+            number = count()
+            self._gradients_in = [record.place_like(each, next(number)) for each in outputs]
+            for here in call.breaks:
+                here.gradients_in = [record.place_like(each, next(number)) for each in here.inputs]
+            backward, gradients = record.in_pieces(partial(call.backward, self._gradients_in), memory)
+            # what was computed last goes back first
+            numbers = [number for number, here in enumerate(call.breaks) if here.went_back]
+            self._backward = dict(zip([len(call.breaks), *reversed(numbers)], backward, strict=True))
+            of_breaks = [here.gradients for here in call.breaks]
         # every replay writes them, also where autograd has summed a gradient elsewhere
         self._written = [each.memory for each in places.values()]
         given_in = {_address(each) for each in gradients if each is not None}
@@ -156,7 +178,15 @@ class GraphPair:
         self._outputs = [record.let_go(each) for each in outputs]
         call.made = rebuild(call.made, call.with_given(call.inputs, self._outputs))
         used_up = set(map(_address, outputs))
-        del outputs, gradients
+        saved = set(map(_address, call.saved))
+        self._gradients_of_breaks: list[list[Tensor | None]] = []
+        for here, of_break in zip(call.breaks, of_breaks, strict=True):
+            used_up.update(map(_address, here.outputs))
+            self._gradients_of_breaks.append([None if each is None else record.let_go(each) for each in of_break])
+            here.gradients = []
+            # what an eager call gives is used up by the next graph, unless that saves it
+            here.lie_at([each if _address(each) in saved else record.let_go(each) for each in here.outputs])
+        del outputs, gradients, of_breaks
         call.end()
         after = record.in_use(memory)
         # what forward kept and backward freed is written by this pair's replays all the same
@@ -182,6 +212,7 @@ class GraphPair:
         self.lacks_graphs = True
         self._pinned.clear()
         self._call.saved.clear()
+        self._call.breaks.clear()
         del self._forward, self._backward
 
     @property
@@ -206,23 +237,36 @@ class GraphPair:
     def run(self, given: Sequence[Tensor]) -> Any:
         """Return what the layer gives for a call with these tensors, in the order of `flatten`; may raise `Moved`."""
         self.refresh()
-        again = [given[number] for number in self._call.given_again]
-        outputs = _Replayed.apply(self, len(given), *given, *self._call.trained, *again)
+        ticket, again = _Ticket(), [given[number] for number in self._call.given_again]
+        outputs = _Replayed.apply(self, 0, ticket, len(given), *given, *self._call.trained, *again)
+        for piece, here in enumerate(self._call.breaks, 1):
+            order, *inputs = outputs
+            found = here.run(inputs)
+            # what goes back through the eager call comes before this rank goes on: `order` says so where nothing does
+            outputs = _Replayed.apply(self, piece, ticket, len(found), *found, order)
         return rebuild(self._call.made, self._call.with_given(given, outputs))
 
-    def _replay_forward(self, given: Sequence[Tensor], ticket: _Ticket) -> tuple[Tensor, ...]:
+    def _replay_forward(self, given: Sequence[Tensor], piece: int, ticket: _Ticket) -> tuple[Tensor, ...]:
         self._record.follow_stream()
-        self._call.lay_in(given)
-        ticket.versions = self._versions()  # a replayed backward reads weights in place, past autograd's check
-        self._ticket = weakref.ref(ticket)
-        self._aside = None
-        # with recompute nothing waits in the memory: any pair may be replayed before this backward
-        if self._kept:
-            self._memory.wait_for(self)
-        self._forward()
-        return tuple(_copied(self._outputs))
+        if piece:
+            here = self._call.breaks[piece - 1]
+            lay(here.outputs, here.words, given)
+        else:
+            self._call.lay_in(given)
+            ticket.versions = self._versions()  # a replayed backward reads weights in place, past autograd's check
+            ticket.behind = len(self._forward)
+            self._ticket = weakref.ref(ticket)
+            self._aside = None
+            # with recompute nothing waits in the memory: any pair may be replayed before this backward
+            if self._kept:
+                self._memory.wait_for(self)
+        self._forward[piece]()
+        if piece == len(self._call.breaks):
+            return tuple(_copied(self._outputs))
+        inputs = self._call.breaks[piece].inputs
+        return self._call.inputs[0].new_empty(0, dtype=torch.float32), *(each.detach() for each in inputs)
 
-    def _replay_backward(self, ticket: _Ticket, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def _replay_backward(self, ticket: _Ticket, piece: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         if self.lacks_graphs:
             raise RuntimeError(
                 "the CUDA graphs of this forward were freed before its backward, because a process group was "
@@ -233,52 +277,66 @@ class GraphPair:
                 "a layer captured into a CUDA graph goes backward a second time, and what it had saved is gone; run "
                 "the first backward with retain_graph=True"
             )
+        is_first = piece == len(self._call.breaks)
+        if not is_first and ticket.behind != piece + 1:
+            raise RuntimeError(
+                "a layer captured into CUDA graphs goes backward in part; ask for gradients of its inputs or of all of "
+                "its parameters, or set FP8Config(cuda_graphs=False)"
+            )
+        ticket.behind = piece
         if ticket.versions != self._versions():
             raise RuntimeError(
                 "a weight needed for gradient computation has been modified by an inplace operation, or lies elsewhere "
                 "now: an optimizer stepped between this forward and its backward, or a layer of FSDP2 was gathered by "
                 "hand and is still whole; run backward before the step, and call reshard() on such a layer"
             )
+        self._record.follow_stream()
+        if is_first:
+            self._begin_backward(ticket)
+        replay = self._backward.get(piece)
+        if replay is not None:
+            places = self._gradients_in if is_first else self._call.breaks[piece].gradients_in
+            for place, gradient in zip(places, gradients, strict=True):
+                if gradient is None:  # the captured backward reads every place
+                    place.zero_()
+                else:
+                    place.copy_(gradient)
+            replay()
+        if piece:
+            return [*_copied(self._gradients_of_breaks[piece - 1]), None]
+        # a graph that is kept may go backward again, and until it is freed nothing may lie where it has its values
+        ticket.used = not torch._C._autograd._get_current_graph_task_keep_graph()
+        return self._found(ticket)
+
+    def _begin_backward(self, ticket: _Ticket) -> None:
         if Steps.count == self._steps:  # as a cast counts it, whose Python no replay runs
             Steps.backwards += 1
-        self._record.follow_stream()
         # a forward could have run eagerly instead, but backward must be of the graphs that hold its values
         for other in self._memory.later_ones(self):
             other.set_aside()
-        # a graph that is kept may go backward again, and until it is freed nothing may lie where it has its values
-        ticket.used = not torch._C._autograd._get_current_graph_task_keep_graph()
         if self._aside:
             torch._foreach_copy_([place for place, _ in self._aside], [copy for _, copy in self._aside])
         self._aside = None
-        for place, gradient in zip(self._gradients_in, gradients, strict=True):
-            if gradient is None:  # the captured backward reads every place
-                place.zero_()
-            else:
-                place.copy_(gradient)
+        ticket.held = None
+        # somebody has gradients of an earlier backward, as when they add up: they stay as they are
         if any(self._record.holders(memory) != holders for memory, holders in self._places):
-            found = self._backward_beside_held_gradients()
-        else:
-            self._backward()
+            self.gradients_were_held = True  # the next forward has graphs that give copies
+            # once: who holds them may work on them on another stream, as an all-reduce does
+            self._record.synchronize()
+            ticket.held = [each.memory.clone() for each in self._places]
+
+    def _found(self, ticket: _Ticket) -> list[Any]:
+        """Return the gradients that a replay of backward has found, in memory that no other replay writes."""
+        if ticket.held is None:
             copies = iter(_copied([each for each in self._gradients if not isinstance(each, _Part)]))
             # a view that no one else has: autograd takes it for `.grad` as it is
-            found = [each.view() if isinstance(each, _Part) else next(copies) for each in self._gradients]
-        return found
-
-    def _backward_beside_held_gradients(self) -> list[Any]:
-        """Replay backward where somebody has gradients of an earlier one, as when they add up, which stay as they are.
-
-        The next forward has graphs that give copies.
-        """
-        self.gradients_were_held = True
-        # once: who holds them may work on them on another stream, as an all-reduce does
-        self._record.synchronize()
-        places = [each.memory for each in self._places]
-        held = [each.clone() for each in places]
-        self._backward()
+            return [each.view() if isinstance(each, _Part) else next(copies) for each in self._gradients]
         found = _copied([each.view() if isinstance(each, _Part) else each for each in self._gradients])
+        places = [each.memory for each in self._places]
         with torch.autograd._unsafe_preserve_version_counter(tuple(places)):  # the values are what they were
-            torch._foreach_copy_(places, held)
+            torch._foreach_copy_(places, ticket.held)
         self._record.synchronize()
+        ticket.held = None
         return found
 
     def set_aside(self) -> None:
@@ -309,20 +367,25 @@ def _copied(passing: list[Any]) -> list[Any]:
 
 
 class _Replayed(torch.autograd.Function):
-    """A layer by its two graphs."""
+    """A piece of a layer by its two graphs."""
 
     @staticmethod
-    def forward(ctx: Any, pair: GraphPair, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.pair, ctx.ticket = pair, _Ticket()
+    def forward(
+        ctx: Any, pair: GraphPair, piece: int, ticket: _Ticket, count: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.pair, ctx.piece, ctx.ticket = pair, piece, ticket
         ctx.set_materialize_grads(False)
-        outputs = pair._replay_forward(tensors[:count], ctx.ticket)  # without gradients, as all of a Function
-        if not all(pair._call.needs_grad):
-            ctx.mark_non_differentiable(
-                *(each for each, needed in zip(outputs, pair._call.needs_grad, strict=True) if not needed)
-            )
+        outputs = pair._replay_forward(tensors[:count], piece, ticket)  # without gradients, as all of a Function
+        breaks = pair._call.breaks
+        needs_grad = breaks[piece].needs_grad if piece < len(breaks) else pair._call.needs_grad
+        if not all(needs_grad):
+            of_ends = outputs[len(outputs) - len(needs_grad) :]
+            ctx.mark_non_differentiable(*(each for each, needed in zip(of_ends, needs_grad, strict=True) if not needed))
         return outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple:
-        return None, None, *ctx.pair._replay_backward(ctx.ticket, gradients)
+        if ctx.piece < len(ctx.pair._call.breaks):  # the first of forward's outputs has none
+            gradients = gradients[1:]
+        return None, None, None, None, *ctx.pair._replay_backward(ctx.ticket, ctx.piece, gradients)

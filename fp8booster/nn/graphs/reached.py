@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fp8booster.nn.graphs.static_call import CONSTANTS, is_plain
+from fp8booster.nn.graphs.values import CONSTANTS, is_plain
 from fp8booster.nn.modules import cached_by_class
 
 MOST_HELD = 256

@@ -5,14 +5,16 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from fp8booster.comm.observer import observer
+from fp8booster.nn.graphs.breaks import Cut
 from fp8booster.nn.weights.freshness import replay_uncounted
 
 Made = TypeVar("Made")
@@ -130,7 +132,34 @@ class Recorder:
         Raises:
             RuntimeError: work that cannot be captured, as where the host reads a value from the GPU.
         """
-        graph = torch.cuda.CUDAGraph()
+        (replay,), made = self.in_pieces(lambda cut: work(), memory)
+        return replay, made
+
+    def in_pieces(
+        self, work: Callable[[Cut], Made], memory: Memory | None = None
+    ) -> tuple[list[Callable[[], None]], Made]:
+        """Capture work into as many graphs as it has pieces, and return what replays each.
+
+        Args:
+            work: calls what it is given where a piece ends, with the tensors of it that are read before the next.
+            memory: of the graphs.
+
+        Raises:
+            RuntimeError: as above.
+        """
+        graphs: list[torch.cuda.CUDAGraph] = []
+
+        def begin() -> None:
+            graph = torch.cuda.CUDAGraph()
+            pool = None if memory is None else memory.handle_for(graph)
+            # other threads, such as NCCL's watchdog, may ask for events meanwhile
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            graphs.append(graph)
+
+        def cut(made: Sequence[Tensor | None]) -> None:
+            graphs[-1].capture_end()
+            begin()
+
         # a collection in the midst may free a graph or an event, which a capture forbids
         collects = gc.isenabled()
         gc.disable()
@@ -138,28 +167,27 @@ class Recorder:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         try:
             with torch.cuda.stream(self._stream):
-                # other threads, such as NCCL's watchdog, may ask for events meanwhile
-                pool = None if memory is None else memory.handle_for(graph)
-                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                begin()
                 try:
                     with observer.noted_at_replays() as note_calls:
-                        made = work()
+                        made = work(cut)
                 except BaseException:
                     with suppress(RuntimeError):  # it was invalid by then
-                        graph.capture_end()
+                        graphs[-1].capture_end()
                     raise
-                graph.capture_end()
+                graphs[-1].capture_end()
         finally:
             if collects:
                 gc.enable()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
-        def replay() -> None:
+        def replay(graph: torch.cuda.CUDAGraph) -> None:
             self.follow_stream()
             replay_uncounted(graph)
-            note_calls()
+            if graph is graphs[-1]:
+                note_calls()
 
-        return replay, made
+        return [partial(replay, graph) for graph in graphs], made
 
     def timer(self) -> Callable[[], Callable[[], float | None]]:
         """Begin to time the GPU's work; return what ends that, and gives what tells the seconds: None until then."""

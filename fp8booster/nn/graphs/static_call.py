@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from enum import Enum
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,76 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device, Enum)
-"""Values that a graph has for good."""
-
-
-class Unsupported(Exception):
-    """A graph cannot be given a value; the message is its class."""
-
-
-class Refused(Exception):
-    """No graph can be of a layer as it is called; the message tells why."""
-
-
-def is_plain(tensor: Tensor) -> bool:
-    """Tell whether a tensor is no more than its values in its memory, so that another may stand in its place."""
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-
-
-def flatten(value: Any, tensors: list[Tensor]) -> Hashable:
-    """Append the tensors in a value of tuples, lists and dicts, and tell the rest: equal for values of one kind.
-
-    One that is there several times is appended once, so that it has one place and one gradient.
-
-    Raises:
-        Unsupported: it holds something else than tensors and constants.
-    """
-    key: list[Any] = []
-    before = len(tensors)
-    left, numbers = [value], dict[int, int]()
-    while left:  # a loop, for layers are given some ten values at each call
-        each = left.pop()
-        if isinstance(each, Tensor):
-            if not is_plain(each):
-                is_other = type(each) not in (Tensor, nn.Parameter)
-                raise Unsupported(type(each).__name__ if is_other else f"tensor of {each.layout}")
-            number = numbers.setdefault(id(each), len(numbers))
-            if number == len(tensors) - before:
-                tensors.append(each)
-            trained = each.requires_grad and torch.is_grad_enabled()
-            key += (Tensor, number, each.shape, each.dtype, each.device, trained)
-        elif isinstance(each, CONSTANTS):
-            key += (type(each), each)
-        elif type(each) in (tuple, list):
-            key += (type(each), len(each))
-            left += each[::-1]
-        elif type(each) is dict:
-            key += (dict, len(each), *each)
-            left += reversed(each.values())
-        else:
-            raise Unsupported(type(each).__name__)
-    return tuple(key)
-
-
-def rebuild(value: Any, tensors: Iterator[Tensor], others: dict[int, Tensor] | None = None) -> Any:
-    """Return a value as `flatten` took it apart, with other tensors in their places.
-
-    Args:
-        value, tensors: what was taken apart, and what takes the places.
-        others: those that have taken places, by the identity of what was there.
-    """
-    # no function inside this one calls itself: it would hold the tensors until the next collection
-    others = {} if others is None else others
-    if isinstance(value, Tensor):
-        if id(value) not in others:
-            others[id(value)] = next(tensors)
-        return others[id(value)]
-    if type(value) in (tuple, list):
-        return type(value)(rebuild(each, tensors, others) for each in value)
-    if type(value) is dict:
-        return {name: rebuild(each, tensors, others) for name, each in value.items()}
-    return value
+from fp8booster.nn.graphs.breaks import Break, Cut, Cuts, Result, breaking_at, handled_by
+from fp8booster.nn.graphs.values import Refused, Unsupported, flatten, lay, rebuild, words_of
 
 
 def _nodes_behind(outputs: Iterable[Tensor]) -> Iterator[Node]:
@@ -124,8 +55,14 @@ def _taken_apart(outputs: Iterable[Tensor], leaves: Iterable[Tensor]) -> Iterato
             hook.remove()
 
 
+def _nothing(made: Sequence[Tensor | None]) -> None:
+    pass
+
+
 class StaticCall:
     """One call of a layer, which is done again on what lies in its inputs then.
+
+    Calls that break the graph (`breaks`) leave pieces of forward, and of backward.
 
     The parameters are given leaves of their own: autograd runs what accumulates a parameter's gradient on the stream
     where the parameter was first used, and a capture must not touch that.
@@ -133,26 +70,39 @@ class StaticCall:
     Args:
         forward: the layer's, by the arguments of one call.
         args, kwargs: of a call of the kind.
-        layer: whose parameters get gradients, where they need one.
+        modules: of the layer, whose parameters get gradients, where they need one; not those that run eagerly.
         recompute: forward saves nothing, and backward begins with it, as activation checkpointing does.
+        results: of the eager calls that break the graph.
+        breaking: modules whose forwards are such calls.
     """
 
     def __init__(
-        self, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any], layer: nn.Module, *, recompute: bool
+        self,
+        forward: Callable[..., Any],
+        args: tuple,
+        kwargs: dict[str, Any],
+        modules: Sequence[nn.Module],
+        *,
+        recompute: bool,
+        results: Sequence[Result] = (),
+        breaking: Sequence[nn.Module] = (),
     ) -> None:
         given: list[Tensor] = []
         flatten((args, kwargs), given)
         with torch.no_grad():
             self.inputs = [torch.empty_like(each).copy_(each) for each in given]
-            self._words = list(map(_words, self.inputs))
+            self._words = list(map(words_of, self.inputs))
         for place, each in zip(self.inputs, given, strict=True):
             place.requires_grad_(each.requires_grad)
-        self.trained = [each for each in layer.parameters() if each.requires_grad]
         self.saved: list[Tensor] = []
         """Tensors that the last forward saved for backward."""
-        self._forward, self._layer, self._recompute = forward, layer, recompute
+        self.breaks: list[Break] = []
+        self._forward, self._modules, self._recompute = forward, modules, recompute
+        self._results, self._breaking = results, breaking
         self._args, self._kwargs = rebuild((args, kwargs), iter(self.inputs))
-        self._leaves = {each: _leaf_over(each) for each in layer.parameters()}
+        parameters = parameters_of(modules)
+        self._leaves = {each: _leaf_over(each) for each in parameters}
+        self.trained = [each for each in parameters if each.requires_grad]
         self._wanted = [*self.inputs, *(self._leaves[each] for each in self.trained)]
         self.given_again: list[int] = []
         """The numbers of inputs that are given again: one that is read several times gets as many gradients.
@@ -162,35 +112,33 @@ class StaticCall:
         self._device = given[0].device.type
         self._autocast = torch.is_autocast_enabled(self._device), torch.get_autocast_dtype(self._device)
         self._live: list[Tensor] = []
+        self._cuts = Cuts()
+        # a number that nothing reads: what runs eagerly may train parameters, whatever comes before it
+        self._always = torch.empty(0, device=given[0].device).requires_grad_()
 
     def lay_in(self, given: Sequence[Tensor]) -> None:
-        """Copy the tensors of a call to the inputs, in one launch: of different types torch makes one for each."""
-        words: list[list[Tensor]] = [[], []]
-        others: list[list[Tensor]] = [[], []]
-        for place, words_there, each in zip(self.inputs, self._words, given, strict=True):
-            words_here = None if words_there is None else _words(each)
-            if words_there is None or words_here is None:
-                others[0].append(place)
-                others[1].append(each)
-            else:
-                words[0].append(words_there)
-                words[1].append(words_here)
-        for places, tensors in (words, others):
-            if places:
-                torch._foreach_copy_(places, tensors)
+        """Copy the tensors of a call to the inputs."""
+        lay(self.inputs, self._words, given)
 
-    def forward(self) -> list[Tensor]:
-        """Return the tensors among the outputs that the layer has computed; `made` has all in what the layer gives."""
+    def forward(self, cut: Cut = _nothing) -> list[Tensor]:
+        """Return the tensors among the outputs that the layer has computed; `made` has all in what it gives.
+
+        Args:
+            cut: is called where a piece ends, with the tensors that the eager call behind it reads.
+        """
+        self._cuts.forward = cut
         with torch.set_grad_enabled(not self._recompute):
             self._run()
         return [each.detach() for each in self._live]
 
-    def backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
+    def backward(self, gradients: Sequence[Tensor], cut: Cut = _nothing) -> list[Tensor | None]:
         """Return the gradients of inputs, of parameters, and of inputs that are given again: None where there is none.
 
         Args:
             gradients: of the outputs.
+            cut: is called where a piece ends, with the gradients of what the eager call before it returned.
         """
+        self._cuts.backward = cut
         if self._recompute:
             with torch.enable_grad():
                 self._run()
@@ -207,11 +155,14 @@ class StaticCall:
             torch.autocast(self._device, enabled=False),
             _saving_nowhere_else(),
             _taken_apart(roots, wanted[: len(inputs)]) as taken,
+            # a piece is captured by the thread that began it
+            torch.autograd.set_multithreading_enabled(False) if self.breaks else nullcontext(),
         ):
             # what was saved stays in use: the next replay of the forward writes it again
             keep = not self._recompute
-            found = torch.autograd.grad(roots, wanted, of_roots, retain_graph=keep, allow_unused=True)
-        for number, gradient in zip(trained[len(inputs) :], found[len(inputs) :], strict=True):
+            into = [*wanted, self._always] if self.breaks else wanted
+            found = torch.autograd.grad(roots, into, of_roots, retain_graph=keep, allow_unused=True)
+        for number, gradient in zip(trained[len(inputs) :], found[len(inputs) : len(wanted)], strict=True):
             made[number] = gradient
         self.given_again = []
         for number, gradients in zip(inputs, taken, strict=True):
@@ -236,19 +187,37 @@ class StaticCall:
     def _run(self) -> None:
         enabled, dtype = self._autocast
         self.saved.clear()
+        at = iter(range(len(self._results) + 1))
 
         def hold(saved: Tensor) -> Tensor:
             # not the tensor itself: an output that its own node saves would hold the node, and with it the layer
             self.saved.append(saved.detach())
             return self.saved[-1]
 
+        def break_graph(function: Callable[..., Any], args: tuple) -> Any:
+            number = next(at)
+            if number == len(self._results):
+                raise Refused("parts of it ran eagerly that did not in its first calls")
+            if number == len(self.breaks):
+                self.breaks.append(Break(function, args, self._results[number]))
+            leaves.__exit__()  # what runs eagerly has the parameters themselves
+            made = self.breaks[number].between(args, self._always, self._cuts)
+            leaves.__enter__()
+            return made
+
+        leaves = _InPlaceOfParameters(self._modules, self._leaves)
+
         with (
             # what autocast keeps until its end would lie in memory of a graph
             torch.autocast(self._device, dtype, enabled, cache_enabled=False),
-            _in_place_of_parameters(self._layer, self._leaves),
+            leaves,
             _saving_nowhere_else(hold),
+            breaking_at(self._breaking),
+            handled_by(break_graph, captures=True),
         ):
             made = self._forward(*self._args, **self._kwargs)
+        if next(at) < len(self._results):
+            raise Refused("parts of it ran eagerly in its first calls that do not now")
         self._live.clear()
         found: list[Tensor] = []
         try:
@@ -258,22 +227,15 @@ class StaticCall:
         numbers = {id(each): number for number, each in enumerate(self.inputs)}
         self._given_on = [numbers.get(id(each)) for each in found]
         self._live += [each for each in found if id(each) not in numbers]
-        own = set(map(id, self._wanted))
+        own = {*map(id, self._wanted), id(self._always)}
         if any(id(node.variable) not in own for node in _nodes_behind(self._live) if hasattr(node, "variable")):
             raise Refused("it trains a tensor that is none of its parameters")
         self.made = rebuild(made, self.with_given(self.inputs, [each.detach() for each in self._live]))
 
 
-def _words(tensor: Tensor) -> Tensor | None:
-    """Return the memory of a tensor as words of eight bytes; None where it has gaps, or is no whole number of them.
-
-    Nor is there one where values are not what lies there, but conjugates.
-    """
-    if tensor.is_conj() or tensor.is_neg():
-        return None
-    if not tensor.is_contiguous() or tensor.nbytes % 8 or tensor.storage_offset() * tensor.itemsize % 8:
-        return None
-    return tensor.view(-1).view(torch.int64)
+def parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Return the parameters of modules, without those of others inside them, each once."""
+    return list(dict.fromkeys(each for module in modules for each in module._parameters.values() if each is not None))
 
 
 def _saving_nowhere_else(note: Callable[[Tensor], Tensor] = Tensor.detach) -> Any:
@@ -288,16 +250,18 @@ def _leaf_over(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
     return leaf
 
 
-@contextmanager
-def _in_place_of_parameters(
-    layer: torch.nn.Module, leaves: dict[torch.nn.Parameter, torch.nn.Parameter]
-) -> Iterator[None]:
-    """Give a layer's modules the leaves for parameters, in the block."""
-    own = [(module._parameters, dict(module._parameters)) for module in layer.modules()]
-    for held, parameters in own:
-        held.update({name: leaves[each] for name, each in parameters.items() if each is not None})
-    try:
-        yield
-    finally:
-        for held, parameters in own:
+class _InPlaceOfParameters:
+    """Gives modules other leaves for their parameters, in its block."""
+
+    def __init__(self, modules: Sequence[nn.Module], leaves: dict[nn.Parameter, nn.Parameter]) -> None:
+        self._own = [(module._parameters, dict(module._parameters)) for module in modules]
+        self._leaves = leaves
+
+    def __enter__(self) -> _InPlaceOfParameters:
+        for held, parameters in self._own:
+            held.update({name: self._leaves[each] for name, each in parameters.items() if each is not None})
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for held, parameters in self._own:
             held.update(parameters)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -104,6 +109,12 @@ class Rerun:
         return tensor
 
     def __call__(self, work: Callable[[], Any], memory: Memory | None = None) -> tuple[Callable[[], None], Any]:
+        (replay,), made = self.in_pieces(lambda cut: work(), memory)
+        return replay, made
+
+    def in_pieces(
+        self, work: Callable[[Any], Any], memory: Memory | None = None
+    ) -> tuple[list[Callable[[], None]], Any]:
         self.captured += 1
         graph = Graph()
         if memory is not None:
@@ -114,32 +125,116 @@ class Rerun:
         held = copies_are_held if Copies.held else nullcontext
         casts = torch.is_autocast_enabled("cpu")
         untouched = [(each, each.clone()) for each in _alive(self._outside)]
-        with observer.noted_at_replays() as note_calls, _Made() as made:
-            places = work()
-        self._made |= {_address(each) for each in _tensors(places)} & made.addresses
-        _overwrite(places)  # a capture computes nothing
+        pieces: list[Any] = []
+        with observer.noted_at_replays() as note_calls, nothing_sent(), _Made() as made:
+            pieces.append(work(pieces.append))
+        self._made |= {_address(each) for places in pieces for each in _tensors(places)} & made.addresses
+        _overwrite(pieces[-1])  # a capture computes nothing
         for place, values in untouched:
             place.copy_(values)
-        self._results.update({id(each): weakref.ref(each) for each in places if each is not None})
+        self._results.update({id(each): weakref.ref(each) for each in pieces[-1] if each is not None})
         passing = [] if memory is None else self._passing.setdefault(memory, [])
         self._now = passing
         if memory is not None:  # what the work keeps lies in its closure: this stands for it
             block = torch.zeros(8, dtype=torch.uint8)
             self._blocks.setdefault(memory, {})[block.data_ptr()] = block
 
-        def replay(graph: Graph = graph) -> None:
-            self.replayed += 1
-            as_captured = torch.autocast("cpu", enabled=casts)
-            with torch.enable_grad(), held(), as_captured, observer.noted_at_replays():  # a graph runs no Python
-                results = work()
-            note_calls()
+        def as_captured(cut: Any) -> Any:
+            with torch.enable_grad(), torch.autocast("cpu", enabled=casts):
+                return work(cut)
+
+        running: list[Stepwise] = []
+
+        def replay(number: int, graph: Graph = graph) -> None:
+            self.replayed += number == 0
+            if number == 0:
+                while running:
+                    running.pop().give_up()
+                running.append(Stepwise(as_captured) if len(pieces) > 1 else _AtOnce(as_captured))
+            with held(), observer.noted_at_replays():  # a graph runs no Python
+                results = running[-1].step()
+            if number == len(pieces) - 1:
+                note_calls()
             values = [each.clone() for each in _tensors(results)]  # one may be what the work was given, as it lay there
             _overwrite(passing)  # of all graphs that have the memory
-            for place, made in zip(_tensors(places), values, strict=True):
+            for place, made in zip(_tensors(pieces[number]), values, strict=True):
                 place.copy_(made)
 
-        self.graphs.add(replay)
-        return replay, places
+        replays = [partial(replay, number) for number in range(len(pieces))]
+        self.graphs.update(replays)
+        return replays, pieces[-1]
+
+
+class _AtOnce:
+    """Work without a cut."""
+
+    def __init__(self, work: Callable[[Any], Any]) -> None:
+        self._work = work
+
+    def step(self) -> Any:
+        return self._work(None)
+
+    def give_up(self) -> None:
+        pass
+
+
+class Stepwise:
+    """Work that stops at each cut until the next step, in a thread: no other code can be left and resumed."""
+
+    def __init__(self, work: Callable[[Any], Any]) -> None:
+        self._may_go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
+        self._found: list[Any] = []
+        self._error: BaseException | None = None
+        self._is_given_up = False
+        self._thread = threading.Thread(target=self._run, args=(work,), daemon=True)
+        self._thread.start()
+
+    def _run(self, work: Callable[[Any], Any]) -> None:
+        try:
+            self._may_go.acquire()
+            if not self._is_given_up:
+                self._found.append(work(self._cut))
+        except BaseException as error:
+            self._error = error
+        self._stopped.release()
+
+    def _cut(self, made: Any) -> None:
+        self._found.append(made)
+        self._stopped.release()
+        self._may_go.acquire()
+        if self._is_given_up:
+            raise RuntimeError("given up")
+
+    def step(self) -> Any:
+        """Go on to the next cut, or to the end, and return what there is to read."""
+        self._may_go.release()
+        self._stopped.acquire()
+        if self._error is not None:
+            raise self._error
+        return self._found[-1]
+
+    def give_up(self) -> None:
+        """Let the thread end."""
+        self._is_given_up = True
+        self._may_go.release()
+        self._thread.join()
+
+
+@contextmanager
+def nothing_sent() -> Iterator[None]:
+    """Let collectives do nothing in the block, as in a capture: no other rank needs to make one."""
+    done = SimpleNamespace(wait=lambda: True, is_completed=lambda: True)
+
+    def idle(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+        return done if async_op else None
+
+    with ExitStack() as stack:
+        for name in COLLECTIVES:
+            stack.enter_context(patch.object(dist, name, idle))
+        yield
+
+
+COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 
 
 def _alive(tensors: dict[int, weakref.ref[torch.Tensor]]) -> list[torch.Tensor]:

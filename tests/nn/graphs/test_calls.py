@@ -419,9 +419,9 @@ def test_what_a_graph_is_not_given_is_named(device: torch.device, call: Callable
 
 
 @pytest.mark.usefixtures("record")
-def test_experts_are_not_captured(device: torch.device) -> None:
+def test_a_layer_that_holds_experts_itself_is_not_captured(device: torch.device) -> None:
     layer, _ = noting(device)
-    layer.linear.experts = nn.ModuleList([nn.Linear(2, 2)])
+    layer.experts = nn.ModuleList([nn.Linear(2, 2)])
     x = given(0, device)
     assert reason(layer, lambda: layer(x)) == "the host must know how many tokens an expert gets"
 

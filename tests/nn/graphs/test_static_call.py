@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from fp8booster.nn.graphs.static_call import StaticCall, Unsupported, flatten, rebuild
+from fp8booster.nn.graphs.static_call import StaticCall
+from fp8booster.nn.graphs.values import Unsupported, flatten, rebuild
 
 
 class Mode(Enum):
@@ -141,7 +142,7 @@ def test_what_a_call_is_given_is_copied_whole_and_in_one_launch_where_it_is_word
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layer = torch.nn.Linear(1, 1)
-    call = StaticCall(lambda **each: None, (), given(0), layer, recompute=False)
+    call = StaticCall(lambda **each: None, (), given(0), [layer], recompute=False)
     copied: list[list[torch.dtype]] = []
     copy = torch._foreach_copy_
 

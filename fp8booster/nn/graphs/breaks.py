@@ -1,0 +1,298 @@
+"""Graph breaks: calls in the midst of a captured layer that no graph can hold, and that run eagerly between two graphs.
+
+    attention -> router -> [exchange -> experts -> exchange] -> sum        graph, eager call, graph
+
+A layer's own code breaks its graph by `run_eagerly`. Around modules of other libraries that must run eagerly, their
+forward is made to do so (`breaking_at`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fp8booster.nn.graphs.values import Refused, Unsupported, flatten, rebuild, words_of
+from fp8booster.nn.linear.functional import once_differentiable
+from fp8booster.nn.weights.delivered import deliver_amax, delivered_amax
+from fp8booster.nn.weights.pinned import collected
+
+Handler = Callable[[Callable[..., Any], tuple], Any]
+"""Takes a function and its arguments in place of calling it."""
+
+
+class _Thread(threading.local):
+    handler: Handler | None = None
+    captures = False
+
+
+_here = _Thread()
+
+
+def run_eagerly(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function that no graph can hold.
+
+    In a layer that is captured it is called at each replay, between two graphs.
+
+    Args:
+        function: what it reads besides `args` must outlive the call. It is differentiable by autograd.
+        args: tensors and constants, also in tuples, lists and dicts: all that it needs of what was computed before.
+
+    Returns:
+        What the function returns, of the same kinds as `args`.
+    """
+    handler = _here.handler
+    return function(*args) if handler is None else handler(function, args)
+
+
+def is_captured() -> bool:
+    """Tell whether a graph is being made of what surrounds this: the host cannot wait for values."""
+    return _here.captures
+
+
+@contextmanager
+def handled_by(handler: Handler | None, *, captures: bool = False) -> Iterator[None]:
+    """Let this thread's calls of `run_eagerly` go to a handler, in the block; None: they run."""
+    before = _here.handler, _here.captures
+    _here.handler, _here.captures = handler, captures
+    try:
+        yield
+    finally:
+        _here.handler, _here.captures = before
+
+
+class _Like(NamedTuple):
+    """What a tensor is, without its values."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Like:
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+
+    def new(self) -> Tensor:
+        made = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+        return made.requires_grad_(self.requires_grad)
+
+
+class Result:
+    """What an eager call returned: another returns the same in other tensors.
+
+    Args:
+        made: what it returned.
+
+    Raises:
+        Unsupported: it is no tensor, constant, or tuple, list or dict of these.
+    """
+
+    def __init__(self, made: Any) -> None:
+        tensors: list[Tensor] = []
+        self._key = flatten(made, tensors)
+        self._tensors = list(map(_Like.of, tensors))
+        self._made = rebuild(made, iter(each.detach().to("meta") for each in tensors))
+
+    def new(self) -> tuple[Any, list[Tensor]]:
+        """Return as much in new tensors, and these, which are leaves of autograd."""
+        tensors = [each.new() for each in self._tensors]
+        return rebuild(self._made, iter(tensors)), tensors
+
+    def tensors_of(self, made: Any) -> list[Tensor]:
+        """Return the tensors in what another call returned.
+
+        Raises:
+            RuntimeError: it is of another kind.
+        """
+        tensors: list[Tensor] = []
+        if flatten(made, tensors) != self._key or list(map(_Like.of, tensors)) != self._tensors:
+            raise RuntimeError(
+                "what runs eagerly between the CUDA graphs of a layer returned something else than before; call "
+                "fp8booster.capture_layers again, or set FP8Config(cuda_graphs=False)"
+            )
+        return tensors
+
+
+class Noted:
+    """What is noted of the eager calls of a layer that runs without graphs."""
+
+    def __init__(self) -> None:
+        self.results: list[Result] = []
+        self.why_not: str | None = None
+        """Why no graph can be broken by them."""
+
+        self.kept = self.passing = 0
+        """Bytes that they leave for backward, and that they take in all."""
+
+
+@contextmanager
+def noted_breaks(allocated: Callable[[], tuple[int, int]]) -> Iterator[Noted]:
+    """Note the eager calls inside.
+
+    Args:
+        allocated: as `Recorder.allocated`.
+    """
+    noted = Noted()
+
+    def note(function: Callable[..., Any], args: tuple) -> Any:
+        # FP8 weights that no graph reads
+        before, collected.uses = (collected.uses, collected.values_were_read), None
+        began = allocated()
+        try:
+            with handled_by(None):
+                made = function(*args)
+        finally:
+            collected.uses, collected.values_were_read = before
+        kept, passing = (now - then for now, then in zip(allocated(), began, strict=True))
+        noted.kept, noted.passing = noted.kept + kept, noted.passing + passing
+        try:
+            flatten(args, [])
+            noted.results.append(Result(made))
+        except Unsupported as error:
+            noted.why_not = f"what must run eagerly in it is given or gives a {error}"
+        return made
+
+    with handled_by(note):
+        yield noted
+
+
+Cut = Callable[[Sequence[Tensor | None]], None]
+"""Ends a piece of the work that is captured, whose tensors are read before the next piece is replayed."""
+
+
+class Break:
+    """An eager call of a captured layer: reads what the graph before it has written, and is read by the next.
+
+    Args:
+        function, args: of the call.
+        result: what it returned before.
+
+    Raises:
+        Refused: the function is given something of which no graph can have a copy.
+    """
+
+    def __init__(self, function: Callable[..., Any], args: tuple, result: Result) -> None:
+        self._function, self._result = function, result
+        given: list[Tensor] = []
+        try:
+            flatten(args, given)
+        except Unsupported as error:
+            raise Refused(f"what must run eagerly in it is given a {error}") from None
+        self.inputs = [each.detach() for each in given]
+        self._amaxes = list(map(delivered_amax, given))
+        self.needs_grad = [each.requires_grad for each in given]
+        self._args = rebuild(args, iter(self.inputs))
+        self._made, self.outputs = result.new()
+        self.words: list[Tensor | None] = []
+        self.gradients_in: list[Tensor] = []
+        """Where the gradients of `inputs` lie when backward goes on behind the call."""
+
+        self.gradients: list[Tensor | None] = []
+        """Of `outputs`, as backward found them last."""
+
+        self.went_back = False
+        """Backward has come to the call."""
+
+    def lie_at(self, outputs: list[Tensor]) -> None:
+        """Let the next graph read what the call returns at these places."""
+        self._made, self.outputs = rebuild(self._made, iter(outputs)), outputs
+        with torch.no_grad():
+            self.words = list(map(words_of, outputs))
+
+    def between(self, args: tuple, always: Tensor, cuts: Cuts) -> Any:
+        """Return what the next graph reads; autograd goes back to `args`.
+
+        Args:
+            args: of this call.
+            always: a leaf of autograd, from which comes what trains nothing else before the call.
+            cuts: end the pieces.
+        """
+        given: list[Tensor] = []
+        flatten(args, given)
+        amaxes = [each for each in map(delivered_amax, given) if each is not None]
+
+        def end(inputs: list[Tensor]) -> None:
+            cuts.forward([*inputs, *amaxes])
+
+        return rebuild(self._made, iter(_Gap.apply(self, end, cuts, always, *given)))
+
+    def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Call the function with values of `inputs`, and return the tensors that it gives."""
+        for each, amax in zip(inputs, self._amaxes, strict=True):
+            deliver_amax(each, amax)
+        return self._result.tensors_of(self._function(*rebuild(self._args, iter(inputs))))
+
+
+class Cuts:
+    """End the pieces of a forward and of its backward while they are captured."""
+
+    forward: Cut
+    backward: Cut
+
+
+class _Gap(torch.autograd.Function):
+    """Stands for an eager call in a capture, which ends a piece there, forward and backward, and does nothing."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, here: Break, end: Callable[[list[Tensor]], None], cuts: Cuts, always: Tensor, *given: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.here, ctx.cuts = here, cuts
+        ctx.set_materialize_grads(False)
+        end([each.detach() for each in given])
+        outputs = tuple(each.detach() for each in here.outputs)
+        ctx.mark_non_differentiable(
+            *(each for each, place in zip(outputs, here.outputs, strict=True) if not place.requires_grad)
+        )
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple:
+        here: Break = ctx.here
+        here.gradients, here.went_back = list(gradients), True
+        ctx.cuts.backward(gradients)
+        into = [
+            each.detach() if needed else None for each, needed in zip(here.gradients_in, here.needs_grad, strict=True)
+        ]
+        return None, None, None, None, *into
+
+
+@contextmanager
+def breaking_at(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let modules break the graphs of what calls them, in the block."""
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(_breaking(module))
+        yield
+
+
+@contextmanager
+def _breaking(module: nn.Module) -> Iterator[None]:
+    own, original = vars(module), module.forward
+    had = "forward" in own
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if _here.handler is None:
+            return original(*args, **kwargs)
+        return run_eagerly(partial(_call, module), args, kwargs)
+
+    own["forward"] = forward
+    try:
+        yield
+    finally:
+        if had:
+            own["forward"] = original
+        else:
+            del own["forward"]
+
+
+def _call(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    return module.forward(*args, **kwargs)
