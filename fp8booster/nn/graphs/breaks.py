@@ -2,8 +2,8 @@
 
     attention -> router -> [exchange -> experts -> exchange] -> sum        graph, eager call, graph
 
-A layer's own code breaks its graph by `run_eagerly`. Around modules of other libraries that must run eagerly, their
-forward is made to do so (`breaking_at`).
+A layer's own code breaks its graph by `run_eagerly`. Modules of other libraries that must run eagerly are made to do so
+when they are called (`breaking_at`).
 """
 
 from __future__ import annotations
@@ -276,23 +276,20 @@ def breaking_at(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def _breaking(module: nn.Module) -> Iterator[None]:
-    own, original = vars(module), module.forward
-    had = "forward" in own
+    # `nn.Module.__call__` asks for this first, before hooks: they are part of the call
+    before = module._compiled_call_impl
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         if _here.handler is None:
-            return original(*args, **kwargs)
+            return (before or module._call_impl)(*args, **kwargs)
         return run_eagerly(partial(_call, module), args, kwargs)
 
-    own["forward"] = forward
+    module._compiled_call_impl = call
     try:
         yield
     finally:
-        if had:
-            own["forward"] = original
-        else:
-            del own["forward"]
+        module._compiled_call_impl = before
 
 
 def _call(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-    return module.forward(*args, **kwargs)
+    return module(*args, **kwargs)

@@ -2,8 +2,8 @@
 
 A module tells by an attribute `why_eager` that no graph can hold it, or None. It tells so of itself, or of what it
 holds as `experts`. Experts of which nobody tells are taken for a loop that asks which tokens each expert gets. A module
-whose own code breaks the graph where it must (`breaks.run_eagerly`) has `breaks_itself` true; of others the whole
-forward runs eagerly.
+whose own code breaks the graph where it must (`breaks.run_eagerly`) has `breaks_itself` true; others run eagerly whole,
+with their hooks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class EagerPart(NamedTuple):
 
     @property
     def breaks_itself(self) -> bool:
-        """Tell whether its own code breaks the graph, or its forward is to be made to."""
+        """Tell whether its own code breaks the graph, or its call is to be made to."""
         return getattr(self.tells, "breaks_itself", False)
 
 

@@ -54,6 +54,7 @@ class Held:
         self._numbers = list(map(_VERSION, self._on_host))
         # views show what is there later too: a look then is one walk over objects, without a call of Python's
         registered = [of_module for module in modules for of_module in _PARTS(module)]
+        registered += [hooks for part in self.eager for hooks in _HOOKS(part.called)]
         self._empty = [each for each in (*reached.holders, *registered) if not each]
         self._views = [*reached.views, *(each.values() for each in registered if each)]
         self._objects = [*chain.from_iterable(self._views), _END]
@@ -105,15 +106,15 @@ class Held:
 
     @property
     def breaking(self) -> list[nn.Module]:
-        """Modules whose forward is to be made to break the graph."""
+        """Modules that are to be made to break the graph when they are called."""
         return [part.called for part in self.eager if not part.breaks_itself]
 
     def _why_not(self, layer: nn.Module, record_on: Callable[[torch.device], Recorder | None]) -> str | None:
         for part in self.eager:
             if part.called is layer:
                 return part.why
-            # a graph has what is done around the call
-            if is_looked_at(part.called):
+            # what breaks the graph in its forward has its hooks in a graph
+            if part.breaks_itself and is_looked_at(part.called):
                 return "hooks of a module inside must run"
         for module in self.modules:
             if vars(module).get("use_zbv"):  # Python takes it from backward, and a replay runs none
@@ -157,6 +158,7 @@ def _gathered_by_torch() -> set[int]:
 
 
 _PARTS = attrgetter("_modules", "_buffers", "_parameters", *HOOKS)
+_HOOKS = attrgetter(*HOOKS)
 _KIND = attrgetter("__class__", "device", "dtype", "requires_grad")
 _CLASS = attrgetter("__class__", "__class__.forward")
 _VERSION = attrgetter("_version")

@@ -94,7 +94,7 @@ class GraphPair:
         tensors: what else a forward may read where it lies now.
         recompute: as activation checkpointing does.
         results: of the eager calls that break the graphs.
-        breaking: modules whose forwards are such calls.
+        breaking: modules whose calls are such.
         gradients: how parameters get theirs.
 
     Raises:

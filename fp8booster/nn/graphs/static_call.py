@@ -73,7 +73,7 @@ class StaticCall:
         modules: of the layer, whose parameters get gradients, where they need one; not those that run eagerly.
         recompute: forward saves nothing, and backward begins with it, as activation checkpointing does.
         results: of the eager calls that break the graph.
-        breaking: modules whose forwards are such calls.
+        breaking: modules whose calls are such.
     """
 
     def __init__(

@@ -275,6 +275,22 @@ def test_what_runs_eagerly_may_change_between_replays(device: torch.device) -> N
     assert captured_layers(captured) == {None: LAYERS}
 
 
+def test_hooks_of_what_runs_eagerly_run_at_each_call(device: torch.device) -> None:
+    eager = layers(device)
+    captured = copy.deepcopy(eager)
+    capture_layers(in_a_model(captured))
+    seen: list[str] = []
+    for step in range(2 * WARM_UP + 3):
+        if step == WARM_UP + 2:
+            for each, name in ((eager, "eager"), (captured, "captured")):
+                told = each[1].block["told"]
+                told.register_forward_hook(lambda module, args, made, name=name: seen.append(name) or 2 * made)
+                told.inside.register_forward_hook(lambda module, args, made: 3 * made)
+        assert_equal(trained(eager, step), trained(captured, step))
+    assert captured_layers(captured) == {None: LAYERS}
+    assert seen.count("eager") == seen.count("captured") == WARM_UP + 1
+
+
 class Given(nn.Module):
     """Is given what no graph can have."""
 
