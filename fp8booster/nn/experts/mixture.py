@@ -95,7 +95,7 @@ class Mixture(nn.Module):
 
     def _mixed_here(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Compute `mix` where this rank holds all experts."""
-        note_choice(self, chosen, len(cast(nn.ModuleList, self._modules["experts"])))
+        self.note_choice(chosen)
         grouped = self._experts_now()
         mixed = None if grouped is None else grouped.mix(tokens, chosen, weights)
         if mixed is not None:
@@ -105,6 +105,10 @@ class Mixture(nn.Module):
         counts = HostCopy(count_rows(chosen, len(own)).view(1, -1))
         made = run_experts(spread(tokens, routes), counts, own)
         return weighted_sum(made, weights, routes).to(tokens.dtype)
+
+    def note_choice(self, chosen: Tensor) -> None:
+        """Remember the choice of this rank's tokens (`spread.HeldExperts`)."""
+        note_choice(self, chosen, len(cast(nn.ModuleList, self._modules["experts"])))
 
     def input_casts(self, tokens: Tensor) -> Casts | None:
         """Return what casts the inputs of gates and ups (`spread.HeldExperts`)."""

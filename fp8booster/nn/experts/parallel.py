@@ -50,7 +50,7 @@ class SpreadExperts(nn.Module):
         reason, spread = why_not_called_so(args, kwargs), self.fp8_spread
         if not spread.sends:
             if reason is None:
-                note_choice(self, args[1], spread.experts)
+                self.note_choice(args[1])
             original: Any = super().forward  # of the module's class
             return original(*args, **kwargs)
         if reason is not None:
@@ -60,6 +60,10 @@ class SpreadExperts(nn.Module):
             mix = torch.compiler.disable(mix)
         tokens, chosen, weights = args
         return mix(tokens, chosen, weights, self)
+
+    def note_choice(self, chosen: torch.Tensor) -> None:
+        """Remember the choice of this rank's tokens (`spread.HeldExperts`)."""
+        note_choice(self, chosen, self.fp8_spread.experts)
 
     def input_casts(self, tokens: torch.Tensor) -> Casts | None:
         """Return None: the module's class reads high precision (`spread.HeldExperts`)."""

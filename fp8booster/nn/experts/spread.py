@@ -15,11 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol
-from typing import cast as cast_type
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from fp8booster.comm.cast_rows import send_cast_rows
 from fp8booster.comm.encoding import Encoding
@@ -28,7 +26,6 @@ from fp8booster.kernels.expert_rows import count_choices
 from fp8booster.nn.experts.dispatch import exchange_rows, send_rows
 from fp8booster.nn.experts.fp8_rows import FP8Rows, nothing_of, packed, received_rows, why_not_before_sending
 from fp8booster.nn.experts.host_copy import HostCopy
-from fp8booster.nn.experts.loads import note_choice
 from fp8booster.nn.experts.routing import Routes, spread, spread_bytes, sum_of_rows, weighted_sum
 from fp8booster.nn.graphs.breaks import is_captured, run_eagerly
 from fp8booster.nn.weights.casting import Casts
@@ -61,6 +58,9 @@ Returns:
 
 class HeldExperts(Protocol):
     """The experts of this rank."""
+
+    def note_choice(self, chosen: torch.Tensor) -> None:
+        """Remember for the report which experts this rank's tokens have chosen, integers [T, k]."""
 
     def input_casts(self, tokens: torch.Tensor) -> Casts | None:
         """Return what casts the inputs of their first product; None: it reads 16 bits of these tokens."""
@@ -226,7 +226,7 @@ class Spread:
             sent: fields of `_Cast`; None: the rows are encoded.
             rows: of the tokens, [T k, H], where these were not cast.
         """
-        note_choice(cast_type(nn.Module, experts), chosen, self.experts)
+        experts.note_choice(chosen)
         routes, loads = Routes(*routes_of), _Loads(copy or HostCopy(numbers), self.held)
         # what takes the host alone comes before it waits, as GPUs and other ranks are busy until then
         run = experts.prepare(tokens, len(routes.choices))

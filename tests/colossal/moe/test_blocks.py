@@ -185,11 +185,13 @@ def test_experts_are_told_which_rows_are_whose() -> None:
         assert not waits.called  # a look at experts takes the host a while
         return run
 
-    experts: Any = SimpleNamespace(input_casts=lambda tokens: None, prepare=prepare)
+    noted: list[torch.Tensor] = []
+    experts: Any = SimpleNamespace(input_casts=lambda tokens: None, prepare=prepare, note_choice=noted.append)
     tokens = torch.randn(2, 8)
     with mock.patch.object(HostCopy, "tolist", autospec=True, side_effect=HostCopy.tolist) as waits:
         mixed = spread_over.mix(tokens, chosen, torch.full((2, 2), 0.5), experts)
     torch.testing.assert_close(mixed, 2 * tokens)
+    assert noted == [chosen]
     assert told == [(sum(map(sum, arrived)), arrived, 1 / 2)]
 
 
