@@ -191,8 +191,8 @@ class Break:
         self._args = rebuild(args, iter(self.inputs))
         self._made, self.outputs = result.new()
         self.words: list[Tensor | None] = []
-        self.gradients_in: list[Tensor] = []
-        """Where the gradients of `inputs` lie when backward goes on behind the call."""
+        self.gradients_in: list[Tensor | None] = []
+        """Where gradients of `inputs` lie when backward goes on behind the call; None where there is none."""
 
         self.gradients: list[Tensor | None] = []
         """Of `outputs`, as backward found them last."""
@@ -259,9 +259,7 @@ class _Gap(torch.autograd.Function):
         here: Break = ctx.here
         here.gradients, here.went_back = list(gradients), True
         ctx.cuts.backward(gradients)
-        into = [
-            each.detach() if needed else None for each, needed in zip(here.gradients_in, here.needs_grad, strict=True)
-        ]
+        into = (None if each is None else each.detach() for each in here.gradients_in)
         return None, None, None, None, *into
 
 

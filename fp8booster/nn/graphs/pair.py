@@ -164,7 +164,10 @@ class GraphPair:
             number = count()
             self._gradients_in = [record.place_like(each, next(number)) for each in outputs]
             for here in call.breaks:
-                here.gradients_in = [record.place_like(each, next(number)) for each in here.inputs]
+                here.gradients_in = [
+                    record.place_like(each, next(number)) if needs_grad else None
+                    for each, needs_grad in zip(here.inputs, here.needs_grad, strict=True)
+                ]
             backward, gradients = record.in_pieces(partial(call.backward, self._gradients_in), memory)
             # what was computed last goes back first
             numbers = [number for number, here in enumerate(call.breaks) if here.went_back]
@@ -297,6 +300,8 @@ class GraphPair:
         if replay is not None:
             places = self._gradients_in if is_first else self._call.breaks[piece].gradients_in
             for place, gradient in zip(places, gradients, strict=True):
+                if place is None:
+                    continue
                 if gradient is None:  # the captured backward reads every place
                     place.zero_()
                 else:
