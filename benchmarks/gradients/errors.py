@@ -100,7 +100,7 @@ def measure(way: Scheme, bucket: Bucket) -> Record:
 def _encoded(bucket: Bucket, encoding: Encoding) -> Sent:
     """Real-time scales; the decoded values are added in FP32."""
     ranks, _, part = bucket.values.shape
-    layout = encoding.even(part, ranks)
+    layout = encoding.layout(part, ranks)
     casts = torch.empty_like(bucket.values, dtype=torch.float32)
     clipped = 0
     for own, out in zip(bucket.values, casts, strict=True):
@@ -114,7 +114,7 @@ def _encoded(bucket: Bucket, encoding: Encoding) -> Sent:
 def _clipped(values: torch.Tensor, message: torch.Tensor, encoding: Encoding) -> torch.Tensor:
     """Count the values beyond the range that the scales of a message leave."""
     ranks, part = values.shape
-    layout = encoding.even(part, ranks)
+    layout = encoding.layout(part, ranks)
     largest = message.clone()
     payload = largest.view(ranks, -1)[:, : layout.payload_bytes(part)]
     payload.copy_(torch.tensor(formats.MAX[encoding.format]).to(encoding.format).view(torch.uint8))

@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import Work
 from typing_extensions import Unpack
 
 from fp8booster.comm.call import Call, Transfer
-from fp8booster.comm.encoding import DEFAULT, Encoding, Options, decode_pieces, encode_pieces
+from fp8booster.comm.encoding import DEFAULT, Encoding, Options, Parts
 from fp8booster.comm.threshold import Group, Op, ReduceOp, group_or_all, ranks_of
 from fp8booster.comm.transport import (
     add_and_scatter,
@@ -28,7 +28,7 @@ from fp8booster.comm.transport import (
     require_one_for_each,
 )
 from fp8booster.kernels.alignment import aligned
-from fp8booster.kernels.message_layout import MessageLayout, side_by_side
+from fp8booster.kernels.message_layout import side_by_side
 
 BUCKET_BYTES = 64 * 2**20
 """From this size FP8 pays inside a node too (`threshold`)."""
@@ -49,17 +49,17 @@ def all_reduce(
             op = ReduceOp.SUM
         return call.finish(dist.all_reduce(tensor, op, call.group, async_op), [tensor])
     # pieces of whole 16 values, so that each begins where kernels can move whole vectors; the last is padded
-    layout = encoding.even(aligned(math.ceil(count / ranks)), ranks)
+    layout = encoding.layout(aligned(math.ceil(count / ranks)), ranks)
     values, piece, schedule = flat(tensor, "tensor"), layout.piece, call.schedule
     between = schedule.between.size()
-    shared, factor = encoding.even(piece.counts[0], between), factor_of(op, between)
+    shared, factor = encoding.layout(piece.count, between), factor_of(op, between)
 
     def begin(asynchronous: bool) -> Transfer:
         message, received = new_message(values, layout.bytes), new_message(values, shared.bytes)
         # in the places where the gathers want them: nothing is copied for that
         share = schedule.share_of_message(message, shared.bytes)
         own = share.narrow(0, schedule.between.rank() * piece.bytes, piece.bytes)
-        encoding.encode(schedule.share_of(values, sum(layout.counts), op), share, shared, "all_reduce")
+        encoding.encode(schedule.share_of(values, layout.count * layout.pieces, op), share, shared, "all_reduce")
         # waited for, since the sums are made of it: on a GPU by the stream, not by the host
         dist.all_to_all_single(received, share, group=schedule.between)
         # the sum is cast again, so that it is gathered in FP8 too, and every rank decodes the same bytes
@@ -68,7 +68,7 @@ def all_reduce(
         return Transfer(work, lambda: encoding.decode(message, values, layout), (message,))
 
     sent = {"all_to_all_single": shared.bytes, "all_gather_into_tensor": piece.bytes}
-    padded = sum(layout.counts) * values.element_size()
+    padded = layout.count * layout.pieces * values.element_size()
     inside = {"reduce_scatter_tensor": padded, "all_gather_into_tensor": shared.bytes}
     return call.run(sent, begin, [values], [tensor], inside)
 
@@ -220,7 +220,7 @@ def _sum_parts(call: Call, values: Sequence[Tensor], sums: Tensor, output: Tenso
     """Write this rank's part of the sum or mean of tensors, side by side, over ranks to `sums` [N], of `output`."""
     encoding, schedule = call.encoding, call.schedule
     between = schedule.between.size()
-    layout, factor = encoding.even(sums.numel(), between), factor_of(call.op, between)
+    layout, factor = encoding.layout(sums.numel(), between), factor_of(call.op, between)
 
     def begin(asynchronous: bool) -> Transfer:
         message, received = new_message(sums, layout.bytes), new_message(sums, layout.bytes)
@@ -258,7 +258,7 @@ def all_gather_into_tensor(
         return call.finish(work, [output_tensor])
     gathered, values = flat(output_tensor, "output_tensor"), flat(input_tensor, "input_tensor")
     require_multiple(gathered, values, call.ranks, "output_tensor", "input_tensor")
-    return _gather(call, values, [gathered], call.encoding.even(count, call.ranks), [output_tensor])
+    return _gather(call, values, Parts.even(gathered, call.ranks, call.encoding), [output_tensor])
 
 
 all_gather_single = all_gather_into_tensor
@@ -282,27 +282,25 @@ def all_gather(
         )
     values = flat(tensor, "tensor")
     outputs = [flat(gathered, "tensor_list") for gathered in tensor_list]
-    return _gather(call, values, outputs, call.encoding.uneven(counts), tensor_list)
+    return _gather(call, values, Parts.of_tensors(outputs, call.encoding), tensor_list)
 
 
-def _gather(
-    call: Call, values: Tensor, gathered: list[Tensor], layout: MessageLayout, outputs: list[Tensor]
-) -> Work | None:
-    """Gather `values` of every rank, which are pieces of `layout`, in one tensor or in one for each piece."""
+def _gather(call: Call, values: Tensor, parts: Parts, outputs: list[Tensor]) -> Work | None:
+    """Gather `values` of every rank, each of which is one of the parts."""
     encoding = call.encoding
-    piece = encoding.even(values.numel())
+    piece = encoding.layout(values.numel())
 
     def begin(asynchronous: bool) -> Transfer:
-        message, rank = new_message(values, layout.bytes), call.group.rank()
-        if layout.is_even:  # a list would be copied once more
+        message, rank = new_message(values, parts.bytes), call.group.rank()
+        if parts.sizes is None or len(set(parts.sizes)) == 1:  # a list would be copied once more
             own = message.narrow(0, rank * piece.bytes, piece.bytes)
             encoding.encode(values, own, piece, call.name)
             work = gather_bytes(message, own, call.group, asynchronous)
         else:
             own = new_message(values, piece.bytes)
             encoding.encode(values, own, piece, call.name)
-            work = dist.all_gather(list(message.split(layout.sizes)), own, call.group, asynchronous)
-        return Transfer(work, lambda: decode_pieces(message, gathered, layout, encoding), (message,))
+            work = dist.all_gather(list(message.split(parts.sizes)), own, call.group, asynchronous)
+        return Transfer(work, lambda: parts.decode(message, encoding), (message,))
 
     return call.run({call.name: piece.bytes}, begin, [values], outputs)
 
@@ -326,7 +324,7 @@ def broadcast(
         return call.finish(dist.broadcast(tensor, src, group, async_op, group_src), [tensor])
     values = flat(tensor, "tensor")
     encoding = call.encoding
-    layout = encoding.even(values.numel())
+    layout = encoding.layout(values.numel())
 
     def begin(asynchronous: bool) -> Transfer:
         message = new_message(values, layout.bytes)
@@ -358,19 +356,24 @@ def all_to_all_single(
     compared = {"values": input.numel() if even else f"rows of {math.prod(input.shape[1:])}"}
     # of an empty part nothing arrives
     call = Call("all_to_all_single", input, group, async_op, options, compared, alike=even, on_arrival=even)
-    encoding, ranks = call.encoding, call.ranks
+    encoding, ranks, row = call.encoding, call.ranks, math.prod(input.shape[1:])
     arriving, flat_input = flat(output, "output"), flat(input, "input")
     if call.uncompressed:
         splits = (output_split_sizes, input_split_sizes)
-        received, sent = (arriving, flat_input) if even else (output, input)
-        return call.finish(dist.all_to_all_single(received, sent, *splits, call.group, async_op), [output])
-    received_layout = encoding.uneven(_split_counts(output, output_split_sizes, ranks, "output"))
-    layout = encoding.uneven(_split_counts(input, input_split_sizes, ranks, "input"))
-    if even and arriving.numel() != flat_input.numel():
-        raise ValueError(
-            f"output has {arriving.numel()} values and input {flat_input.numel()}; give as many, or sizes of splits"
-        )
-    return _exchange(call, [flat_input], [arriving], layout, received_layout, [output], even)
+        plain = (arriving, flat_input) if even else (output, input)
+        return call.finish(dist.all_to_all_single(*plain, *splits, call.group, async_op), [output])
+    if even:
+        for tensor, what in ((output, "output"), (input, "input")):
+            _require_even(tensor, ranks, what)
+        if arriving.numel() != flat_input.numel():
+            raise ValueError(
+                f"output has {arriving.numel()} values and input {flat_input.numel()}; give as many, or sizes of splits"
+            )
+        received, sent = (Parts.even(each, ranks, encoding) for each in (arriving, flat_input))
+    else:
+        received = Parts.of_rows(arriving, _splits(output, output_split_sizes, ranks, "output"), row, encoding)
+        sent = Parts.of_rows(flat_input, _splits(input, input_split_sizes, ranks, "input"), row, encoding)
+    return _exchange(call, sent, received, [output])
 
 
 def all_to_all(
@@ -396,47 +399,40 @@ def all_to_all(
         return call.finish(work, output_tensor_list)
     arriving = [flat(tensor, "output_tensor_list") for tensor in output_tensor_list]
     inputs = [flat(tensor, "input_tensor_list") for tensor in input_tensor_list]
-    received_layout = call.encoding.uneven([tensor.numel() for tensor in arriving])
-    layout = call.encoding.uneven([tensor.numel() for tensor in inputs])
-    return _exchange(call, inputs, arriving, layout, received_layout, output_tensor_list, even=False)
+    sent, received = (Parts.of_tensors(tensors, call.encoding) for tensors in (inputs, arriving))
+    return _exchange(call, sent, received, output_tensor_list)
 
 
-def _exchange(
-    call: Call,
-    inputs: list[Tensor],
-    arriving: list[Tensor],
-    layout: MessageLayout,
-    received_layout: MessageLayout,
-    outputs: list[Tensor],
-    even: bool,
-) -> Work | None:
-    """Send each rank its piece; the pieces lie in one tensor on either side, or in one for each."""
-    encoding = call.encoding
-    # without sizes torch takes its path for even parts
-    received_sizes, sizes = (None, None) if even else (received_layout.sizes, layout.sizes)
+def _exchange(call: Call, sent: Parts, received: Parts, outputs: list[Tensor]) -> Work | None:
+    """Send each rank its part."""
+    encoding, like = call.encoding, sent.tensors[0]
 
     def begin(asynchronous: bool) -> Transfer:
-        message, received = new_message(inputs[0], layout.bytes), new_message(inputs[0], received_layout.bytes)
-        encode_pieces(inputs, message, layout, encoding, call.name)
-        work = dist.all_to_all_single(received, message, received_sizes, sizes, call.group, asynchronous)
-        finish = lambda: decode_pieces(received, arriving, received_layout, encoding)  # noqa: E731
-        return Transfer(work, finish, (received, message))
+        message, arriving = new_message(like, sent.bytes), new_message(like, received.bytes)
+        sent.encode(message, encoding, call.name)
+        # without sizes torch takes its path for even parts
+        work = dist.all_to_all_single(arriving, message, received.sizes, sent.sizes, call.group, asynchronous)
+        return Transfer(work, lambda: received.decode(arriving, encoding), (arriving, message))
 
-    return call.run({"all_to_all_single": layout.bytes}, begin, inputs, outputs)
+    return call.run({"all_to_all_single": sent.bytes}, begin, list(sent.tensors), outputs)
 
 
-def _split_counts(tensor: Tensor, split_sizes: Sequence[int] | None, ranks: int, what: str) -> list[int]:
-    """Return the values that belong to each rank."""
-    if not split_sizes:
-        if tensor.numel() % ranks:
-            raise ValueError(
-                f"{what} has {tensor.numel()} values, which do not divide by {ranks} ranks; give {what}_split_sizes"
-            )
-        return [tensor.numel() // ranks] * ranks
+def _require_even(tensor: Tensor, ranks: int, what: str) -> None:
+    if tensor.numel() % ranks:
+        raise ValueError(
+            f"{what} has {tensor.numel()} values, which do not divide by {ranks} ranks; give {what}_split_sizes"
+        )
+
+
+def _splits(tensor: Tensor, split_sizes: Sequence[int] | None, ranks: int, what: str) -> list[int]:
+    """Return how many rows belong to each rank."""
     rows = tensor.shape[0]
+    if not split_sizes:
+        if rows % ranks:
+            raise ValueError(f"{what} has {rows} rows, which do not divide by {ranks} ranks; give {what}_split_sizes")
+        return [rows // ranks] * ranks
     if len(split_sizes) != ranks or sum(split_sizes) != rows:
         raise ValueError(
             f"{what}_split_sizes is {list(split_sizes)}; give {ranks} sizes, one for each rank, that add up to {rows}"
         )
-    row = math.prod(tensor.shape[1:])
-    return [size * row for size in split_sizes]
+    return list(split_sizes)

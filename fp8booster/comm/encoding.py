@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -38,8 +38,9 @@ class Encoding:
     half its rounding error."""
 
     block_size: int | None = 256
-    """Values that share a scale, a power of two from 32 to 4096; None for one scale over the whole tensor, which needs
-    a pass of its own to find. Each scale adds four bytes: 1.6 % at 256 values, 0.4 % at 1024."""
+    """Values that share a scale, a power of two from 32 to 4096; None for one scale over the whole tensor, or over each
+    rank's part where parts are uneven, which needs a pass of its own to find. Each scale adds four bytes: 1.6 % at 256
+    values, 0.4 % at 1024."""
 
     power_of_two: bool = False
     """Round scales down to powers of two: exact to apply and undo, at a cost of up to one bit of range."""
@@ -60,13 +61,9 @@ class Encoding:
                 "None for one scale a tensor"
             )
 
-    def even(self, count: int, pieces: int = 1) -> MessageLayout:
+    def layout(self, count: int, pieces: int = 1) -> MessageLayout:
         """Return the layout of `pieces` pieces of `count` values each."""
-        return MessageLayout.even(count, pieces, self.block_size)
-
-    def uneven(self, counts: Sequence[int]) -> MessageLayout:
-        """Return the layout of pieces of these many values."""
-        return MessageLayout.of(tuple(counts), self.block_size)
+        return MessageLayout.of(count, pieces, self.block_size)
 
     def encode(
         self, values: Tensor | Sequence[Tensor], message: Tensor, layout: MessageLayout, purpose: str = "send"
@@ -98,7 +95,7 @@ class Encoding:
 
         def sums() -> Tensor:
             # with a scale a block, one kernel on a GPU adds and casts, and writes no sums: who looks makes them again
-            found = torch.empty(layout.counts[0], dtype=torch.float32, device=message.device)
+            found = torch.empty(layout.count, dtype=torch.float32, device=message.device)
             self.decode_sum(messages, found, layout, factor)
             return found
 
@@ -128,21 +125,63 @@ def settings(encoding: Encoding = DEFAULT, min_bytes: int | None = None) -> tupl
     return encoding, min_bytes
 
 
-def encode_pieces(
-    tensors: Sequence[Tensor], message: Tensor, layout: MessageLayout, encoding: Encoding, purpose: str
-) -> None:
-    """Encode one tensor, of which a message has all pieces, or several, one for each piece."""
-    if len(tensors) == 1:
-        encoding.encode(tensors[0], message, layout, purpose)
-        return
-    for tensor, part in zip(tensors, message.split(layout.sizes), strict=True):
-        encoding.encode(tensor, part, encoding.even(tensor.numel()), purpose)
+@dataclass(frozen=True)
+class Parts:
+    """What lies in a message for each rank of a group, or from each.
 
+    Args:
+        tensors: one dimension, contiguous; their values follow each other in the message.
+        layouts: of each tensor.
+        sizes: bytes for each rank; None: all are of one size.
+    """
 
-def decode_pieces(message: Tensor, tensors: Sequence[Tensor], layout: MessageLayout, encoding: Encoding) -> None:
-    """Decode a message to one tensor, which has all pieces, or to several, one for each piece."""
-    if len(tensors) == 1:
-        encoding.decode(message, tensors[0], layout)
-        return
-    for part, tensor in zip(message.split(layout.sizes), tensors, strict=True):
-        encoding.decode(part, tensor, encoding.even(tensor.numel()))
+    tensors: Sequence[Tensor]
+    layouts: Sequence[MessageLayout]
+    sizes: list[int] | None
+
+    @classmethod
+    def even(cls, tensor: Tensor, ranks: int, encoding: Encoding) -> Parts:
+        """Return as many values of a tensor for each rank."""
+        return cls([tensor], [encoding.layout(tensor.numel() // ranks, ranks)], None)
+
+    @classmethod
+    def of_rows(cls, tensor: Tensor, splits: Sequence[int], row: int, encoding: Encoding) -> Parts:
+        """Return some rows of a tensor for each rank.
+
+        Args:
+            tensor: all rows, which follow each other.
+            splits: how many for each rank.
+            row: values of a row.
+            encoding: of the message.
+        """
+        block = encoding.block_size
+        # rows of whole blocks are pieces of one size, however many a rank gets: one launch
+        if block is not None and row and row % block == 0:
+            layout = encoding.layout(row, sum(splits))
+            return cls([tensor], [layout], [split * layout.piece_bytes for split in splits])
+        return cls.of_tensors(tensor.split([split * row for split in splits]), encoding)
+
+    @classmethod
+    def of_tensors(cls, tensors: Sequence[Tensor], encoding: Encoding) -> Parts:
+        """Return a tensor for each rank."""
+        layouts = [encoding.layout(tensor.numel()) for tensor in tensors]
+        return cls(tensors, layouts, [layout.bytes for layout in layouts])
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the message."""
+        return sum(layout.bytes for layout in self.layouts)
+
+    def encode(self, message: Tensor, encoding: Encoding, purpose: str) -> None:
+        """Write the message."""
+        for tensor, layout, part in self._with(message):
+            encoding.encode(tensor, part, layout, purpose)
+
+    def decode(self, message: Tensor, encoding: Encoding) -> None:
+        """Write what the message has to the tensors."""
+        for tensor, layout, part in self._with(message):
+            encoding.decode(part, tensor, layout)
+
+    def _with(self, message: Tensor) -> Iterator[tuple[Tensor, MessageLayout, Tensor]]:
+        sizes = [layout.bytes for layout in self.layouts]
+        return zip(self.tensors, self.layouts, message.split(sizes), strict=True)

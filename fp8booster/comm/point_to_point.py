@@ -177,7 +177,7 @@ def _outgoing(tensor: Tensor, group: Group, encoding: Encoding, reason: str | No
         observer.count_plain("send", dist.get_world_size(group), tensor.nbytes, reason)
         return tensor
     values = flat(tensor, "tensor")
-    layout = encoding.even(values.numel())
+    layout = encoding.layout(values.numel())
     message = new_message(values, layout.bytes)
     encoding.encode(values, message, layout)
     observer.count_encoded("send", dist.get_world_size(group), tensor.nbytes, {"send": layout.bytes})
@@ -190,7 +190,7 @@ def _incoming(tensor: Tensor, encoding: Encoding, reason: str | None) -> tuple[T
         # torch does not count what it receives as a change, by which a stale amax or FP8 copy would be known
         return tensor, lambda: torch.autograd.graph.increment_version(tensor)
     values = flat(tensor, "tensor")
-    layout = encoding.even(values.numel())
+    layout = encoding.layout(values.numel())
     message = new_message(values, layout.bytes)
     return message, lambda: encoding.decode(message, values, layout)
 

@@ -27,8 +27,8 @@ def encode(
 
     Args:
         values: [N], contiguous, BF16, FP16 or FP32; N may be less than the layout's pieces hold. Or several tensors of
-            one dtype, for even pieces: each is divided evenly among these, which hold its parts side by side. Those
-            whose parts are whole blocks are not copied for it.
+            one dtype: each is divided evenly among the pieces, which hold its parts side by side. Those whose parts are
+            whole blocks are not copied for it.
         message: uint8 [layout.bytes], at a multiple of 16 bytes; all of it is written.
         layout: the pieces.
         dtype: the FP8 format.
@@ -36,26 +36,26 @@ def encode(
 
     A block with an infinity or a NaN arrives as NaN: its inverse scale is.
     """
-    values = values if isinstance(values, Tensor) else side_by_side(values, len(layout.counts))
+    values = values if isinstance(values, Tensor) else side_by_side(values, layout.pieces)
+    if layout.bytes == 0:
+        return
     # one scale over all pieces: a rank that gets one of them multiplies by the scale of the whole tensor
     amax = amax_of(values) if layout.block_size is None else None
-    for start, count, offset, size in zip(layout.starts, layout.counts, layout.offsets, layout.sizes, strict=True):
-        if count == 0:
-            continue
-        scales, payload = layout.scale_count(count), layout.payload_bytes(count)
-        block = layout.block_size or math.ceil(payload / scales)
-        part = values[start : start + count].float()
-        # scales in the padding are those of zeros: every byte of a message is defined
-        blocks = F.pad(part, (0, scales * block - part.numel())).view(scales, block)
-        if amax is None:
-            low, high = blocks.aminmax(dim=1)
-            block_amax = torch.maximum(-low, high)
-        else:
-            block_amax = amax.expand(scales)
-        scale, inverse_scale = scale_of(block_amax, dtype, power_of_two)
-        bits = saturate(blocks * scale[:, None], dtype).view(torch.uint8)
-        message[offset : offset + payload] = bits.view(-1)[:payload]
-        message[offset + payload : offset + size] = inverse_scale.view(torch.uint8)
+    count, scales, payload = layout.count, layout.scale_count, layout.payload_bytes
+    block = layout.block_size or math.ceil(payload / scales)
+    parts = F.pad(values.flatten().float(), (0, layout.pieces * count - values.numel())).view(layout.pieces, count)
+    # scales in the padding are those of zeros: every byte of a message is defined
+    blocks = F.pad(parts, (0, scales * block - count)).view(layout.pieces, scales, block)
+    if amax is None:
+        low, high = blocks.aminmax(dim=2)
+        block_amax = torch.maximum(-low, high)
+    else:
+        block_amax = amax.expand(layout.pieces, scales)
+    scale, inverse_scale = scale_of(block_amax, dtype, power_of_two)
+    bits = saturate(blocks * scale.unsqueeze(2), dtype).view(torch.uint8)
+    written = message.view(layout.pieces, layout.piece_bytes)
+    written[:, :payload] = bits.view(layout.pieces, -1)[:, :payload]
+    written[:, payload:] = inverse_scale.contiguous().view(torch.uint8)
 
 
 @operator(rounds_to_fp8=True, writes=("values",))
@@ -67,9 +67,8 @@ def decode(message: Tensor, values: Tensor, layout: MessageLayout, dtype: torch.
         values: [N], contiguous; N may be less than the layout's pieces hold.
         layout, dtype: as in `encode`.
     """
-    for start, count, offset in zip(layout.starts, layout.counts, layout.offsets, strict=True):
-        part = values[start : start + count]
-        part.copy_(_piece(message, offset, count, layout, dtype)[: part.numel()])
+    if layout.bytes:
+        values.copy_(_pieces(message, layout, dtype).view(-1)[: values.numel()])
 
 
 @operator(rounds_to_fp8=True, writes=("values",))
@@ -79,7 +78,7 @@ def decode_sum(
     """Add the pieces of a message in FP32, first to last, each times `factor`.
 
     Args:
-        messages: even pieces of N values.
+        messages: pieces of N values.
         values: [N], contiguous.
         layout, dtype: as in `encode`.
         factor: 1 for a sum, 1 / pieces for a mean. It multiplies the FP8 values, so that no sum of what has a finite
@@ -107,21 +106,18 @@ def decode_sum_encode(
     encode.reference(_sum(messages, layout, dtype, factor), message, layout.piece, dtype, power_of_two)
 
 
-def _piece(
-    message: Tensor, offset: int, count: int, layout: MessageLayout, dtype: torch.dtype, factor: float = 1.0
-) -> Tensor:
-    """Return the values of one piece in FP32, times `factor`."""
-    payload, size = layout.payload_bytes(count), layout.piece_bytes(count)
+def _pieces(message: Tensor, layout: MessageLayout, dtype: torch.dtype, factor: float = 1.0) -> Tensor:
+    """Return the values of the pieces in FP32, times `factor`, [pieces, count]."""
+    pieces, count = message.view(layout.pieces, layout.piece_bytes), layout.count
     # the factor before the scale, as in the kernel, whose order the bits follow
-    bits = message[offset : offset + count].view(dtype).float() * factor
-    inverse_scale = message[offset + payload : offset + size].view(torch.float32)
-    return bits * inverse_scale.repeat_interleave(layout.block_size or count)[:count]
+    bits = pieces[:, :count].contiguous().view(dtype).float() * factor
+    inverse_scale = pieces[:, layout.payload_bytes :].contiguous().view(torch.float32)
+    return bits * inverse_scale.repeat_interleave(layout.block_size or max(count, 1), 1)[:, :count]
 
 
 def _sum(messages: Tensor, layout: MessageLayout, dtype: torch.dtype, factor: float) -> Tensor:
-    count = layout.counts[0]
     # in FP32, first piece to last, on every rank: replicas get the same bits
-    total = torch.zeros(count, dtype=torch.float32, device=messages.device)
-    for offset in layout.offsets:
-        total += _piece(messages, offset, count, layout, dtype, factor)
+    total = torch.zeros(layout.count, dtype=torch.float32, device=messages.device)
+    for message in messages.view(layout.pieces, layout.piece_bytes):
+        total += _pieces(message, layout.piece, dtype, factor)[0]
     return total

@@ -1,8 +1,7 @@
 """FP8 messages on a GPU: one launch to encode, one to decode, one to add and encode again, each byte read once.
 
 Every program handles a tile of whole blocks of one piece: the amax of a block is found in registers, from the values
-that are then cast. Even pieces are found by arithmetic; uneven ones in a table that goes to the device without a sync.
-The arithmetic is that of `block_cast`, so multiply and add are not fused into one rounding.
+that are then cast. The arithmetic is that of `block_cast`, so multiply and add are not fused into one rounding.
 """
 
 from __future__ import annotations
@@ -28,26 +27,11 @@ from fp8booster.kernels.cast_triton import (
     scale_from_bits,
     to_bits,
 )
-from fp8booster.kernels.device import current_stream
 from fp8booster.kernels.launch import Launch, ceil_div
 from fp8booster.kernels.message_layout import SCALES_ALIGNMENT, MessageLayout, side_by_side
-from fp8booster.kernels.tables_triton import captured_rows
 
 PAYLOAD_ALIGNMENT = tl.constexpr(ALIGNMENT)
 SLOTS_ALIGNMENT = tl.constexpr(SCALES_ALIGNMENT)
-
-
-@triton.jit
-def piece_place(piece, table, count, size, EVEN: tl.constexpr, UNIT: tl.constexpr):
-    """Return (first value, values, first byte) of a piece, in 64 bits; the first two multiples of UNIT."""
-    if EVEN:
-        length = tl.cast(count, tl.int64)
-        start, offset = piece * length, piece * size
-    else:
-        entry = table + 3 * piece
-        start, length = tl.multiple_of(tl.load(entry), UNIT), tl.multiple_of(tl.load(entry + 1), UNIT)
-        offset = tl.multiple_of(tl.load(entry + 2), 16)
-    return start, length, offset
 
 
 @triton.jit
@@ -117,70 +101,64 @@ def store_piece(
 
 
 # numbers that change from call to call: each of their alignments would be another variant to compile
-@triton.jit(do_not_specialize=["partial_count", "first", "end"])
+@triton.jit(do_not_specialize=["partial_count", "first", "end", "tiles"])
 def encode_kernel(
     x,
     message,  # uint8 [bytes]
-    table,  # int64 [pieces, 3], where not EVEN
     partials,  # float32 [partial_count], the largest of which is the amax of x, where TENSORWISE
     partial_count,
     total,  # values of x
-    part,  # of them in each piece, where EVEN
-    first,  # the block of a piece that x begins at, where EVEN
+    part,  # of them in each piece
+    first,  # the block of a piece that x begins at
     end,  # the block behind its last, the padding included where nothing follows
+    tiles,  # of a piece
     count,
     size,
     E4M3: tl.constexpr,
     LIMIT: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     PARTIALS_BLOCK: tl.constexpr,
-    EVEN: tl.constexpr,
-    UNIT: tl.constexpr,
     TENSORWISE: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE_BLOCKS: tl.constexpr,
 ):
-    """Each program casts one tile of what a piece has of x: all of the piece or, where EVEN, some blocks of it."""
-    piece = tl.program_id(1).to(tl.int64)
-    start, count, offset = piece_place(piece, table, count, size, EVEN, UNIT)
-    block, within = tile_place(tl.program_id(0), BLOCK, TILE_BLOCKS)
-    if EVEN:
-        start = piece * part
-        inside = (within < part) & (start + within < total)
-    else:
-        inside = (within < count) & (start + within < total)
+    """Each program casts one tile of what a piece has of x: all of the piece, or some blocks of it."""
+    piece, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
+    block, within = tile_place(tile, BLOCK, TILE_BLOCKS)
+    start = piece * part
+    inside = (within < part) & (start + within < total)
     values = tl.load(x + start + within, mask=inside, other=0.0).to(tl.float32)
     if TENSORWISE:
         amax_bits = tl.zeros([TILE_BLOCKS], tl.int32) + largest_partial(partials, partial_count, PARTIALS_BLOCK)
     else:
         # in registers, of the values that are cast next: one read of memory, where a matrix's cast takes two
         amax_bits = tl.max(magnitude_bits(values), 1)
-    if EVEN:
-        block, within = block + first, within + first.to(tl.int64) * BLOCK
+    block, within = block + first, within + first.to(tl.int64) * BLOCK
+    offset, count = piece * size, tl.cast(count, tl.int64)
     store_piece(
         values, amax_bits, message, offset, count, block, within, end, E4M3, LIMIT, POWER_OF_TWO, TENSORWISE, BLOCK
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def decode_kernel(
     message,  # uint8 [bytes]
     x,
-    table,
     total,
+    tiles,  # of a piece
     count,
     size,
     E4M3: tl.constexpr,
-    EVEN: tl.constexpr,
-    UNIT: tl.constexpr,
     TENSORWISE: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE_BLOCKS: tl.constexpr,
 ):
     """Each program decodes one tile of one piece."""
-    start, count, offset = piece_place(tl.program_id(1).to(tl.int64), table, count, size, EVEN, UNIT)
-    block, within = tile_place(tl.program_id(0), BLOCK, TILE_BLOCKS)
+    piece, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
+    block, within = tile_place(tile, BLOCK, TILE_BLOCKS)
+    offset, count = piece * size, tl.cast(count, tl.int64)
     values = load_piece(message, offset, count, block, within, 1.0, E4M3, TENSORWISE, BLOCK)
+    start = piece * count
     inside = (within < count) & (start + within < total)
     tl.store(x + start + within, values.to(x.dtype.element_ty), mask=inside)
 
@@ -228,16 +206,13 @@ LAUNCHES = 4096  # remembered of each kind: enough for the gradients of a step, 
 
 
 class _Tiling(NamedTuple):
-    """Division of a layout among the programs of a kernel."""
+    """Division of a piece among the programs of a kernel."""
 
     tiles: int
-    """Of the longest piece, its unused scales included."""
+    """With those that hold its unused scales."""
 
     tile: dict[str, int | bool]
     """The constants of a tile."""
-
-    places: dict[str, int | bool]
-    """How pieces are found, and the constants of a tile."""
 
     @property
     def end(self) -> int:
@@ -246,36 +221,15 @@ class _Tiling(NamedTuple):
 
 
 def _tiling(layout: MessageLayout) -> _Tiling:
-    longest, block = max(layout.counts), layout.block_size or TENSORWISE_BLOCK
-    covered = layout.payload_bytes(longest) if layout.block_size is None else layout.scale_count(longest) * block
-    tile = {"TENSORWISE": layout.block_size is None, "BLOCK": block, "TILE_BLOCKS": max(1, TILE_VALUES // block)}
-    # where all pieces are multiples of 16, the compiler may move 16 values at once
-    unit = ALIGNMENT if all(count % ALIGNMENT == 0 for count in layout.counts) else 1
-    tiles = ceil_div(covered, block * tile["TILE_BLOCKS"])
-    return _Tiling(tiles, tile, {"EVEN": layout.is_even, "UNIT": unit, **tile})
-
-
-def _table(layout: MessageLayout, like: Tensor) -> Tensor:
-    """Starts, counts and offsets of uneven pieces, int64 [pieces, 3]; copied from pinned memory, so without a sync."""
-    # what is sent to experts comes back, and so do its gradients: most tables are used four times
-    if like.is_cuda and torch.cuda.is_current_stream_capturing():  # its memory belongs to the graph
-        return captured_rows(_rows(layout), like.device)
-    return _known_table(layout, like.device, current_stream(like))
-
-
-def _rows(layout: MessageLayout) -> list[tuple[int, int, int]]:
-    return list(zip(layout.starts, layout.counts, layout.offsets, strict=True))
-
-
-TABLES = 256  # remembered: two of each layer of experts, from its forward to its backward
-
-
-@functools.lru_cache(maxsize=TABLES)
-def _known_table(layout: MessageLayout, device: torch.device, stream: int | None) -> Tensor:
-    # by the stream too: on another one the copy may not have ended
-    on_gpu = device.type == "cuda"
-    table = torch.tensor(_rows(layout), dtype=torch.int64, device="cpu", pin_memory=on_gpu)
-    return table.to(device, non_blocking=True) if on_gpu else table
+    block = layout.block_size or TENSORWISE_BLOCK
+    # all copies of the one scale are the first tile's
+    blocks = layout.scale_count
+    if layout.block_size is None:
+        blocks = max(blocks, ceil_div(layout.payload_bytes, block))
+    # of short pieces, as rows of tokens are, no tile is longer than the piece
+    of_tile = min(max(1, TILE_VALUES // block), 1 << (blocks - 1).bit_length())
+    tile = {"TENSORWISE": layout.block_size is None, "BLOCK": block, "TILE_BLOCKS": of_tile}
+    return _Tiling(ceil_div(blocks, of_tile), tile)
 
 
 def _without_ones(values: Tensor, part: int, pieces: int) -> tuple[Tensor, int]:
@@ -301,15 +255,16 @@ def _encode_launch(
     """Return the launch of `encode_kernel`; up to the last tile where `end` is None."""
     tiling = _tiling(layout)
     end = tiling.end if end is None else end
+    tiles = ceil_div(end - first, tiling.tile["TILE_BLOCKS"])
     return Launch(
         encode_kernel,
-        (ceil_div(end - first, tiling.tile["TILE_BLOCKS"]), len(layout.counts)),
-        (partial_count, total, part, first, end, layout.counts[0], layout.sizes[0]),
+        tiles * layout.pieces,
+        (partial_count, total, part, first, end, tiles, layout.count, layout.piece_bytes),
         num_warps=WARPS,
         enable_fp_fusion=False,
         **rounding(dtype, power_of_two),
         PARTIALS_BLOCK=1 << (partial_count - 1).bit_length(),
-        **tiling.places,
+        **tiling.tile,
     )
 
 
@@ -325,37 +280,34 @@ def encode_triton(
         if len(values) > 1 and layout.block_size is not None:
             _encode_side_by_side(values, message, layout, dtype, power_of_two)
             return
-        values = side_by_side(values, len(layout.counts))
+        values = side_by_side(values, layout.pieces)
     if layout.bytes == 0:
         return
-    # pointers that are not read need some tensor
-    partials, partial_count, table, part = message, 1, message, layout.counts[0]
+    # a pointer that is not read needs some tensor
+    partials, partial_count = message, 1
     if layout.block_size is None:
         partials = partial_amaxes_triton(values.view(1, -1))
         partial_count = partials.numel()
-    if layout.is_even:
-        values, part = _without_ones(values, part, len(layout.counts))
-    else:
-        table = _table(layout, values)
+    values, part = _without_ones(values, layout.count, layout.pieces)
     launch = _encode_launch(layout, values.numel(), part, 0, None, partial_count, dtype, power_of_two)
-    launch(values, message, table, partials)
+    launch(values, message, partials)
 
 
 def _encode_side_by_side(
     tensors: Sequence[Tensor], message: Tensor, layout: MessageLayout, dtype: torch.dtype, power_of_two: bool
 ) -> None:
     """Encode several tensors, each where it lies as far as its parts are whole blocks."""
-    block, pieces = layout.block_size, len(layout.counts)
+    block, pieces = layout.block_size, layout.pieces
     of_blocks = list(takewhile(lambda tensor: tensor.numel() // pieces % block == 0, tensors))
     others = tensors[len(of_blocks) :]
     parts = [*of_blocks, side_by_side(others, pieces)] if others else of_blocks
     first = 0
     for tensor in parts:
         part = tensor.numel() // pieces
-        end = layout.scale_count(layout.counts[0]) if tensor is parts[-1] else first + part // block
+        end = layout.scale_count if tensor is parts[-1] else first + part // block
         tensor, part = _without_ones(tensor, part, pieces)
         launch = _encode_launch(layout, tensor.numel(), part, first, end, 1, dtype, power_of_two)
-        launch(tensor, message, message, message)
+        launch(tensor, message, message)
         first = end  # the next tensor's blocks follow in each piece
 
 
@@ -364,12 +316,12 @@ def _decode_launch(layout: MessageLayout, total: int, dtype: torch.dtype) -> Lau
     tiling = _tiling(layout)
     return Launch(
         decode_kernel,
-        (tiling.tiles, len(layout.counts)),
-        (total, layout.counts[0], layout.sizes[0]),
+        tiling.tiles * layout.pieces,
+        (total, tiling.tiles, layout.count, layout.piece_bytes),
         num_warps=WARPS,
         enable_fp_fusion=False,
         E4M3=dtype is formats.E4M3,
-        **tiling.places,
+        **tiling.tile,
     )
 
 
@@ -377,8 +329,7 @@ def decode_triton(message: Tensor, values: Tensor, layout: MessageLayout, dtype:
     """Compute `decode`, byte for byte."""
     if layout.bytes == 0:
         return
-    launch = _decode_launch(layout, values.numel(), dtype)
-    launch(message, values, message if layout.is_even else _table(layout, values))
+    _decode_launch(layout, values.numel(), dtype)(message, values)
 
 
 def decode_sum_triton(
@@ -398,11 +349,11 @@ def decode_sum_encode_triton(
 ) -> None:
     """Compute `decode_sum_encode`, byte for byte."""
     if layout.block_size is None:  # the scale needs the whole sum first
-        total = torch.empty(layout.counts[0], dtype=torch.float32, device=message.device)
+        total = torch.empty(layout.count, dtype=torch.float32, device=message.device)
         decode_sum_triton(messages, total, layout, dtype, factor)
         encode_triton(total, message, layout.piece, dtype, power_of_two)
         return
-    _sum_launch(layout, layout.counts[0], dtype, factor, True, power_of_two)(messages, message)
+    _sum_launch(layout, layout.count, dtype, factor, True, power_of_two)(messages, message)
 
 
 @functools.lru_cache(maxsize=LAUNCHES)
@@ -413,11 +364,11 @@ def _sum_launch(
     return Launch(
         sum_kernel,
         tiling.tiles,
-        (total, tiling.end, layout.counts[0], layout.sizes[0], float(factor)),
+        (total, tiling.end, layout.count, layout.piece_bytes, float(factor)),
         num_warps=SUM_WARPS,
         enable_fp_fusion=False,
         **rounding(dtype, power_of_two),
-        PIECES=len(layout.counts),
+        PIECES=layout.pieces,
         ENCODE=encode,
         **tiling.tile,
     )

@@ -224,13 +224,13 @@ def _owners(runs: tuple[int, ...], device: torch.device) -> Tensor:
 
 def _captured_table(rows: np.ndarray, runs: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the results of `_table` while a CUDA graph is captured."""
-    entries = captured_rows(rows.tolist(), device)
+    entries = _captured_rows(rows.tolist(), device)
     starts = entries[:, -1] // _RUN
     owners = torch.searchsorted(starts, torch.arange(sum(runs), dtype=torch.int64, device=device), right=True) - 1
     return entries, owners.int()
 
 
-def captured_rows(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+def _captured_rows(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """Return numbers, int64 [rows, fields], in a capture: the graph holds them itself, as arguments of launches.
 
     A copy that is captured would read the host's memory at each replay, which has other content by then.

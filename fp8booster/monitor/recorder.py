@@ -182,19 +182,27 @@ class Recorder:
         if not self.is_sampling or (message.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
         given = values()
-        flat = given if isinstance(given, torch.Tensor) else side_by_side(given, len(layout.counts))
-        for start, count, offset, size in zip(layout.starts, layout.counts, layout.offsets, layout.sizes, strict=True):
-            behind = offset + layout.payload_bytes(count)
-            data, scales = message[offset:behind].view(dtype), message[behind : offset + size].view(torch.float32)
-            part = flat[start : start + count]
-            block = layout.block_size or max(1, count)
-            # blocks of one size are rows of a matrix; the last may be shorter
-            whole = len(part) // block * block
-            # each block of a message has a scale of its own
-            for first, last, columns in ((0, whole, block), (whole, len(part), len(part) - whole)):
+        flat = (given if isinstance(given, torch.Tensor) else side_by_side(given, layout.pieces)).view(-1)
+        if not layout.bytes:
+            return
+        written = message.view(layout.pieces, layout.piece_bytes)
+        # pieces that are whole, and the one that values end in
+        whole, left = divmod(flat.numel(), layout.count)
+        for begin, end, count in ((0, whole, layout.count), (whole, whole + 1, left)):
+            if begin == end or not count:
+                continue
+            parts = flat[begin * layout.count : begin * layout.count + (end - begin) * count].view(-1, count)
+            data, scales = written[begin:end].tensor_split([layout.payload_bytes], 1)
+            scales, block = scales.contiguous().view(torch.float32), layout.block_size or layout.count
+            # blocks of one size are rows of a matrix, each with a scale of its own; the last of a piece may be shorter
+            in_blocks = count // block * block
+            for first, last in ((0, in_blocks), (in_blocks, count)):
                 if first < last:
-                    rows, cast = part[first:last].view(-1, columns), data[first:last].view(-1, columns)
-                    of_rows = scales[first // block :][: len(rows)]
+                    columns = min(block, last - first)
+                    rows = parts[:, first:last].reshape(-1, columns)
+                    cast = data[:, first:last].contiguous().view(dtype).view(-1, columns)
+                    number = (last - first) // columns
+                    of_rows = scales[:, first // block :][:, :number].reshape(-1)
                     self.sample(name, "message", rows, cast, of_rows)
 
     def end_step(self) -> None:

@@ -28,7 +28,7 @@ def test_a_round_trip_is_within_half_a_step_and_the_bound_is_no_looser(dtype, bl
     torch.manual_seed(0)
     encoding = Encoding(format=dtype, block_size=block, power_of_two=power_of_two)
     values = torch.randn(50_000) * torch.exp(4 * torch.randn(50_000))
-    layout = encoding.even(values.numel())
+    layout = encoding.layout(values.numel())
     message = torch.empty(layout.bytes, dtype=torch.uint8)
     encoding.encode(values, message, layout)
     decoded = torch.empty_like(values)
@@ -53,7 +53,7 @@ def noise_in_decibels(encoding: Encoding) -> float:
     """Signal over noise of the parameter that fares worst."""
     parts = gradients()
     values = torch.cat(parts)
-    layout = encoding.even(values.numel())
+    layout = encoding.layout(values.numel())
     message = torch.empty(layout.bytes, dtype=torch.uint8)
     encoding.encode(values, message, layout)
     decoded = torch.empty_like(values)

@@ -14,16 +14,17 @@ from fp8booster.kernels.message_layout import MessageLayout
 from fp8booster.kernels.scales import scale_of
 from tests.kernels.interpreted import interpreted
 
-PIECES = [
-    ((7,), 7),
-    ((1,), 1),
-    ((64, 64, 64), 190),
-    ((64, 64, 64), 100),
-    ((2500, 2500), 5000),
-    ((0, 3, 1000, 17), 1020),
-    ((5, 0, 300), 305),
-    ((32, 4096, 0, 1600), 5728),
-    ((4096, 4096, 4096), 9000),
+PIECES = [  # values of a piece, pieces, and values in all
+    (7, 1, 7),
+    (1, 1, 1),
+    (1, 5, 5),
+    (64, 3, 190),
+    (64, 3, 100),
+    (2500, 2, 5000),
+    (17, 60, 1020),
+    (300, 3, 301),
+    (256, 22, 5632),
+    (4096, 3, 9000),
 ]
 BLOCKS = (32, 256, 1024, None)
 OPERATORS = ("encode", "decode", "decode_sum", "decode_sum_encode")
@@ -52,7 +53,7 @@ def expected_piece(
     values: torch.Tensor, layout: MessageLayout, piece: int, dtype: torch.dtype, power_of_two: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """FP8 values and inverse scales of a piece, block by block from the definition."""
-    count, start = layout.counts[piece], layout.starts[piece]
+    count, start = layout.count, piece * layout.count
     part = torch.zeros(count)
     inside = values[start : start + count].float()
     part[: inside.numel()] = inside
@@ -66,15 +67,13 @@ def expected_piece(
 
 
 def test_pieces_follow_each_other_and_begin_at_multiples_of_sixteen() -> None:
-    for (counts, _), block in product(PIECES, BLOCKS):
-        layout = MessageLayout(counts, block)
-        assert layout.offsets == [sum(layout.sizes[:piece]) for piece in range(len(counts))]
-        assert layout.starts == [sum(counts[:piece]) for piece in range(len(counts))]
-        assert layout.bytes == sum(layout.sizes)
-        for count, size in zip(counts, layout.sizes, strict=True):
-            assert size % 16 == 0
-            scales = 0 if count == 0 else 1 if block is None else math.ceil(count / block)
-            assert count + 4 * scales <= size < count + 4 * scales + 32
+    for (count, pieces, _), block in product([*PIECES, (0, 3, 0)], BLOCKS):
+        layout = MessageLayout(count, pieces, block)
+        size = layout.piece_bytes
+        assert layout.bytes == pieces * size
+        assert size % 16 == 0
+        scales = 0 if count == 0 else 1 if block is None else math.ceil(count / block)
+        assert count + 4 * scales <= size < count + 4 * scales + 32
 
 
 @pytest.mark.parametrize(("dtype", "power_of_two"), SETTINGS)
@@ -82,20 +81,17 @@ def test_pieces_follow_each_other_and_begin_at_multiples_of_sixteen() -> None:
 @pytest.mark.parametrize("block", BLOCKS)
 def test_a_message_holds_each_block_cast_by_its_own_scale(block, source, dtype, power_of_two) -> None:
     torch.manual_seed(0)
-    for counts, total in PIECES:
-        layout = MessageLayout(counts, block)
+    for count, pieces, total in PIECES:
+        layout = MessageLayout(count, pieces, block)
         values = gradient_like(total, source)
         message = encoded(REFERENCE, values, layout, dtype, power_of_two)
         decoded = torch.full((total,), 7.0)
         block_cast.decode(message, decoded, layout, dtype)
-        for piece, count in enumerate(counts):
-            if count == 0:
-                continue
+        for piece, part in enumerate(message.view(pieces, -1)):
             bits, inverse_scales = expected_piece(values, layout, piece, dtype, power_of_two)
-            offset, start = layout.offsets[piece], layout.starts[piece]
-            payload = offset + layout.payload_bytes(count)
-            assert torch.equal(message[offset : offset + count], bits)
-            stored = message[payload : offset + layout.sizes[piece]].view(torch.float32)
+            start = piece * count
+            assert torch.equal(part[:count], bits)
+            stored = part[layout.payload_bytes :].view(torch.float32)
             assert torch.equal(stored[: inverse_scales.numel()], inverse_scales)
             exact = bits.view(dtype).float() * inverse_scales.repeat_interleave(block or count)[:count]
             assert torch.equal(decoded[start : start + count], exact[: max(0, total - start)])
@@ -104,12 +100,12 @@ def test_a_message_holds_each_block_cast_by_its_own_scale(block, source, dtype, 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_pieces_are_added_in_fp32_in_order_and_cast_again(block) -> None:
     torch.manual_seed(0)
-    layout = MessageLayout.even(1000, 3, block)
+    layout = MessageLayout.of(1000, 3, block)
     message = encoded(REFERENCE, gradient_like(3000), layout, formats.E4M3, False)
     decoded, thirds = torch.empty(3, 1000), torch.empty(3, 1000)
     block_cast.decode(message, decoded.view(-1), layout, formats.E4M3)
-    for piece, third in zip(message.split(layout.sizes), thirds, strict=True):
-        block_cast.decode_sum(piece, third, MessageLayout.even(1000, 1, block), formats.E4M3, 1 / 3)
+    for piece, third in zip(message.split(layout.piece_bytes), thirds, strict=True):
+        block_cast.decode_sum(piece, third, MessageLayout.of(1000, 1, block), formats.E4M3, 1 / 3)
     torch.testing.assert_close(thirds, decoded / 3, rtol=2**-22, atol=0)
     expected = (thirds[0] + thirds[1]) + thirds[2]
     mean = torch.empty(1000)
@@ -118,7 +114,7 @@ def test_pieces_are_added_in_fp32_in_order_and_cast_again(block) -> None:
     half = torch.empty(1000, dtype=torch.bfloat16)
     block_cast.decode_sum(message, half, layout, formats.E4M3, 1 / 3)
     assert torch.equal(half, expected.bfloat16())
-    one = MessageLayout.even(1000, 1, block)
+    one = MessageLayout.of(1000, 1, block)
     again = torch.full((one.bytes,), 0x55, dtype=torch.uint8)
     block_cast.decode_sum_encode(message, again, layout, formats.E4M3, factor=1 / 3)
     assert torch.equal(again, encoded(REFERENCE, expected, one, formats.E4M3, False))
@@ -129,7 +125,7 @@ def test_pieces_are_added_in_fp32_in_order_and_cast_again(block) -> None:
 def test_a_bad_value_makes_its_block_nan_and_no_other(dtype, bad, device) -> None:
     values = torch.ones(1000, device=device)
     values[300] = bad
-    layout = MessageLayout.even(500, 2, 32)
+    layout = MessageLayout.of(500, 2, 32)
     message = encoded(block_cast, values, layout, dtype, False)
     decoded = torch.empty(1000, device=device)
     block_cast.decode(message, decoded, layout, dtype)
@@ -140,7 +136,7 @@ def test_a_bad_value_makes_its_block_nan_and_no_other(dtype, bad, device) -> Non
     block_cast.decode_sum(message, total, layout, dtype)
     assert total[288:320].isnan().all()
     assert total[:288].eq(2).all()
-    one = MessageLayout.even(500, 1, 32)
+    one = MessageLayout.of(500, 1, 32)
     again = torch.empty(one.bytes, dtype=torch.uint8, device=device)
     block_cast.decode_sum_encode(message, again, layout, dtype)
     block_cast.decode(again, total, one, dtype)
@@ -151,7 +147,7 @@ def test_a_bad_value_makes_its_block_nan_and_no_other(dtype, bad, device) -> Non
 def test_zeros_have_scale_one_and_the_smallest_values_survive(device) -> None:
     values = torch.zeros(64, device=device)
     values[40] = 2.0**-120
-    layout = MessageLayout.even(64, 1, 32)
+    layout = MessageLayout.of(64, 1, 32)
     message = encoded(block_cast, values, layout, formats.E4M3, False)
     inverse_scales = message[64:].view(torch.float32)
     assert inverse_scales[0] == 1
@@ -182,7 +178,7 @@ def test_parts_of_tensors_lie_side_by_side_in_each_piece(block) -> None:
     torch.manual_seed(0)
     for sizes in PARTS:
         tensors = [gradient_like(size).view(2, -1) for size in sizes]
-        layout = MessageLayout.even(sum(sizes) // 2, 2, block)
+        layout = MessageLayout.of(sum(sizes) // 2, 2, block)
         whole = torch.cat([torch.cat([tensor[piece] for tensor in tensors]) for piece in (0, 1)])
         expected = encoded(REFERENCE, whole, layout, formats.E4M3, True)
         assert torch.equal(encoded_parts(block_cast, tensors, layout, formats.E4M3), expected)
@@ -195,7 +191,7 @@ def differing_parts(device: str, exact: bool) -> list[str]:
     torch.manual_seed(0)
     wrong = []
     for sizes, block, dtype in product(PARTS, (32, 1024, None), formats.FORMATS):
-        layout = MessageLayout.even(sum(sizes) // 2, 2, block)
+        layout = MessageLayout.of(sum(sizes) // 2, 2, block)
         if exact:
             tensors = [torch.randint(-7, 8, (size,), device=device) * 8.0 for size in sizes]
         else:
@@ -219,14 +215,14 @@ def interpreted_kernels_agree() -> list[str]:
     torch.manual_seed(0)
     wrong = []
     settings = [(formats.E4M3, False, torch.bfloat16), (formats.E5M2, True, torch.float32)]
-    for (counts, total), block, (dtype, power_of_two, source) in product(PIECES, (32, 1024, None), settings):
-        layout = MessageLayout(counts, block)
+    for (count, pieces, total), block, (dtype, power_of_two, source) in product(PIECES, (32, 1024, None), settings):
+        layout = MessageLayout(count, pieces, block)
         # three bits each, beside the largest value of the format or alone: exact at any power of two
         values = (torch.randint(-7, 8, (total,)) * 8.0).to(source)
         values[:: block or total] = formats.MAX[dtype]
         ours = encoded(kernels, values, layout, dtype, True)
         reference = encoded(REFERENCE, values, layout, dtype, True)
-        case = f"{counts} {block} {dtype} {power_of_two} {source}"
+        case = f"{count} {pieces} {block} {dtype} {power_of_two} {source}"
         if not torch.equal(ours, reference):
             wrong.append(f"encode {case}")
         outputs = [torch.full((total,), fill, dtype=torch.float32) for fill in (1.0, 2.0)]
@@ -237,25 +233,25 @@ def interpreted_kernels_agree() -> list[str]:
         random = gradient_like(total, source)
         ours = encoded(kernels, random, layout, dtype, power_of_two)
         reference = encoded(REFERENCE, random, layout, dtype, power_of_two)
-        for offset, count, size in zip(layout.offsets, layout.counts, layout.sizes, strict=True):
-            scales = slice(offset + layout.payload_bytes(count), offset + size)
-            if not torch.equal(ours[scales], reference[scales]):
-                wrong.append(f"scales {case}")
-        if layout.is_even:
-            sums = [torch.full((counts[0],), fill) for fill in (1.0, 2.0)]
-            for implementation, output in zip((kernels, REFERENCE), sums, strict=True):
-                implementation.decode_sum(reference, output, layout, dtype, 1 / 3)
-            if not torch.equal(*sums):
-                wrong.append(f"decode_sum {case}")
-        if layout.is_even and block is not None:
+        of_pieces = [each.view(pieces, -1)[:, layout.payload_bytes :] for each in (ours, reference)]
+        if not torch.equal(*of_pieces):
+            wrong.append(f"scales {case}")
+        if pieces > 8:  # no group of ranks
+            continue
+        sums = [torch.full((count,), fill) for fill in (1.0, 2.0)]
+        for implementation, output in zip((kernels, REFERENCE), sums, strict=True):
+            implementation.decode_sum(reference, output, layout, dtype, 1 / 3)
+        if not torch.equal(*sums):
+            wrong.append(f"decode_sum {case}")
+        if block is not None:
             exact = encoded(REFERENCE, values, layout, dtype, True)
-            one = MessageLayout(counts[:1], block)
+            one = layout.piece
             again = [torch.full((one.bytes,), fill, dtype=torch.uint8) for fill in (0x55, 0xAA)]
             for implementation, message in zip((kernels, REFERENCE), again, strict=True):
-                implementation.decode_sum_encode(exact, message, layout, dtype, True, 2.0 ** -len(counts))
-            if len(counts) == 1 and not torch.equal(*again):
+                implementation.decode_sum_encode(exact, message, layout, dtype, True, 2.0**-pieces)
+            if pieces == 1 and not torch.equal(*again):
                 wrong.append(f"decode_sum_encode {case}")
-            scales = slice(layout.payload_bytes(counts[0]), one.bytes)
+            scales = slice(layout.payload_bytes, one.bytes)
             if not torch.equal(again[0][scales], again[1][scales]):
                 wrong.append(f"scales of decode_sum_encode {case}")
     return wrong + differing_parts("cpu", exact=True)
@@ -270,12 +266,11 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor, layout: MessageLayout, dt
     differing = (one != other).nonzero().view(-1)
     if differing.numel() == 0:
         return True
-    for offset, count, size in zip(layout.offsets, layout.counts, layout.sizes, strict=True):
-        payload = offset + layout.payload_bytes(count)
-        for part, kind in ((slice(offset, payload), dtype), (slice(payload, offset + size), torch.float32)):
-            a, b = one[part].view(kind).float(), other[part].view(kind).float()
-            if not torch.equal(a.nan_to_num(12345.0), b.nan_to_num(12345.0)) or not torch.equal(a.isnan(), b.isnan()):
-                return False
+    pieces = [each.view(layout.pieces, -1).tensor_split([layout.payload_bytes], 1) for each in (one, other)]
+    for parts, kind in zip(zip(*pieces, strict=True), (dtype, torch.float32), strict=True):
+        a, b = (part.contiguous().view(kind).float() for part in parts)
+        if not torch.equal(a.nan_to_num(12345.0), b.nan_to_num(12345.0)) or not torch.equal(a.isnan(), b.isnan()):
+            return False
     return True
 
 
@@ -287,8 +282,11 @@ def test_the_kernels_have_the_bytes_of_the_reference_every_time(source, dtype, p
 
     torch.manual_seed(0)
     edges = torch.tensor([0.0, -0.0, 1e-45, 1e-38, -1e-30, 65504.0, 3e38, math.inf, -math.inf, math.nan, 448, 57344])
-    for (counts, total), block in product([*PIECES, ((100_000,) * 4, 399_999)], (*BLOCKS, 4096)):
-        layout = MessageLayout(counts, block)
+    more = [(100_000, 4, 399_999), (2048, 70_000, 2048 * 70_000)]  # more pieces than a second dimension of a grid has
+    for (count, pieces, total), block in product([*PIECES, *more], (*BLOCKS, 4096)):
+        if pieces > 1000 and block != 256:
+            continue
+        layout = MessageLayout(count, pieces, block)
         values = gradient_like(total)
         values[:: max(1, total // 37)] = 0
         if total > 5000:
@@ -297,39 +295,20 @@ def test_the_kernels_have_the_bytes_of_the_reference_every_time(source, dtype, p
         reference = encoded(REFERENCE, values, layout, dtype, power_of_two)
         decoded = torch.empty_like(values)
         REFERENCE.decode(reference, decoded, layout, dtype)
-        for _ in range(50):
+        for _ in range(50 if pieces < 1000 else 1):
             assert same_bytes(encoded(kernels, values, layout, dtype, power_of_two), reference, layout, dtype)
             output = torch.full_like(values, 3)
             kernels.decode(reference, output, layout, dtype)
             assert torch.equal(output.nan_to_num(7), decoded.nan_to_num(7))
-        if not layout.is_even:
+        if pieces > 8:
             continue
-        total_of_pieces, output = (torch.empty(counts[0], dtype=source, device="cuda") for _ in range(2))
+        total_of_pieces, output = (torch.empty(count, dtype=source, device="cuda") for _ in range(2))
         REFERENCE.decode_sum(reference, total_of_pieces, layout, dtype, 1 / 3)
         kernels.decode_sum(reference, output, layout, dtype, 1 / 3)
         assert torch.equal(output.nan_to_num(7), total_of_pieces.nan_to_num(7))
         if block is not None:
-            one = MessageLayout(counts[:1], block)
+            one = layout.piece
             expected, again = (torch.zeros(one.bytes, dtype=torch.uint8, device="cuda") for _ in range(2))
             REFERENCE.decode_sum_encode(reference, expected, layout, dtype, power_of_two, 1 / 3)
             kernels.decode_sum_encode(reference, again, layout, dtype, power_of_two, 1 / 3)
             assert same_bytes(again, expected, one, dtype)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("block_size", [256, None])
-def test_a_cuda_graph_keeps_the_table_of_uneven_pieces(block_size: int | None) -> None:
-    layout = MessageLayout((4096, 48, 992), block_size)
-    values = gradient_like(sum(layout.counts), torch.bfloat16).cuda()
-    right = encoded(block_cast, values, layout, formats.E4M3, False)
-    message, graph = torch.empty_like(right), torch.cuda.CUDAGraph()
-    block_cast.encode(values, message, layout, formats.E4M3, False)
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        block_cast.encode(values, message, layout, formats.E4M3, False)
-    others = [torch.full((9,), -1, dtype=torch.int64, pin_memory=True) for _ in range(64)]  # where a table was, say
-    for _ in range(2):
-        message.fill_(0xAA)
-        graph.replay()
-        assert torch.equal(message, right)
-    assert len(others) == 64

@@ -213,13 +213,13 @@ def test_a_message_reaches_to_two_billion_values() -> None:
     if torch.cuda.mem_get_info()[0] < 16 * 2**30:
         pytest.skip("2**31 values, their message and what is decoded take 10 GiB")
     count = 2**31 - 512
-    layout = MessageLayout.even(count, 1, 256)
+    layout = MessageLayout.of(count, 1, 256)
     values = torch.zeros(count, dtype=torch.bfloat16, device=DEVICE)
     message = torch.empty(layout.bytes, dtype=torch.uint8, device=DEVICE)
     last = slice(-4096, None)
     values[last] = torch.randn(4096, device=DEVICE).bfloat16()
     block_cast.encode(values, message, layout, formats.E4M3)
-    of_last = MessageLayout.even(4096, 1, 256)
+    of_last = MessageLayout.of(4096, 1, 256)
     expected = torch.empty(of_last.bytes, dtype=torch.uint8, device=DEVICE)
     block_cast.encode.reference(values[last], expected, of_last, formats.E4M3, False)
     right = torch.empty(4096, dtype=torch.bfloat16, device=DEVICE)

@@ -46,24 +46,24 @@ def recorded(encoding: Encoding, values, layout) -> tuple[Kept, torch.Tensor]:
     finally:
         observers.remove(recorder.note_message)
     recorder.close()
-    flat = values if isinstance(values, torch.Tensor) else side_by_side(values, len(layout.counts))
-    decoded = torch.empty(sum(layout.counts))
+    flat = values if isinstance(values, torch.Tensor) else side_by_side(values, layout.pieces)
+    decoded = torch.empty(layout.count * layout.pieces)
     encoding.decode(message, decoded, layout)
     return sink, torch.stack([flat.double(), decoded[: flat.numel()].double()])
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS, ids=str)
-@pytest.mark.parametrize("how", ["even", "short", "uneven", "several"])
+@pytest.mark.parametrize("how", ["even", "short", "rows", "several"])
 def test_a_message_is_recorded_as_it_is_decoded(encoding, how) -> None:
     torch.manual_seed(0)
     values = torch.randn(3000) * torch.exp(2 * torch.randn(3000))
     values[::7] = 0.0
     values[512:1024] = 0.0
     given, layout = {
-        "even": (values, encoding.even(1000, 3)),
-        "short": (values[:2900], encoding.even(1000, 3)),
-        "uneven": (values, encoding.uneven([17, 0, 2983])),
-        "several": ([values[:1000], values[1000:]], encoding.even(1500, 2)),
+        "even": (values, encoding.layout(1000, 3)),
+        "short": (values[:2900], encoding.layout(1000, 3)),
+        "rows": (values[:2980], encoding.layout(20, 150)),
+        "several": ([values[:1000], values[1000:]], encoding.layout(1500, 2)),
     }[how]
     sink, (exact, decoded) = recorded(encoding, given, layout)
     (row,) = sink
@@ -172,7 +172,7 @@ def test_what_is_saved_in_8_bits_is_of_the_layer_whose_input_is_cast_next_in_tha
 
 def test_sums_that_are_cast_again_are_recorded_as_they_are_decoded() -> None:
     torch.manual_seed(0)
-    encoding, layout, sink = Encoding(), Encoding().even(1024, 2), Kept()
+    encoding, layout, sink = Encoding(), Encoding().layout(1024, 2), Kept()
     values = torch.randn(2048) * torch.exp(2 * torch.randn(2048))
     received, sent = (torch.empty(size, dtype=torch.uint8) for size in (layout.bytes, layout.piece.bytes))
     encoding.encode(values, received, layout)

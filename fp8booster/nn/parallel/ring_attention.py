@@ -112,7 +112,7 @@ class _Ring:
         # one message for both: half as many to start
         pair = torch.stack((k, v))
         reason = uncompressed_reason("send", pair, pair.nbytes, self.group, self.options.get("min_bytes"))
-        layout = self.encoding.even(pair.numel())
+        layout = self.encoding.layout(pair.numel())
         message = pair
         if not reason:
             message = new_message(pair, layout.bytes)

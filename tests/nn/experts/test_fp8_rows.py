@@ -192,7 +192,7 @@ def test_bytes_of_tokens_are_counted_as_they_are_sent() -> None:
     row = comm.statistics()["all_to_all_single"]
     assert (row.calls, row.uncompressed) == (2, {})
     rows = tokens * chosen // 2  # that leave this rank, either way
-    back = Encoding().even(rows * HIDDEN).bytes
+    back = Encoding().layout(rows * HIDDEN).bytes
     assert row.raw_bytes == 2 * rows * HIDDEN * 2
     assert row.wire_bytes == rows * HIDDEN + back
 
