@@ -57,7 +57,9 @@ class _Replays:
     def __call__(self, work: Callable[[], Any], memory: Any = None) -> tuple[Callable[[], None], Any]:
         return _nothing, work()
 
-    def in_pieces(self, work: Callable[[Any], Any], memory: Any = None) -> tuple[list[Callable[[], None]], Any]:
+    def in_pieces(
+        self, work: Callable[[Any], Any], memory: Any = None, *, across_threads: bool = False
+    ) -> tuple[list[Callable[[], None]], Any]:
         pieces: list[Any] = [None]
         made = work(pieces.append)
         return [_nothing] * len(pieces), made

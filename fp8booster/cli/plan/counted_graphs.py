@@ -55,7 +55,7 @@ class CountedGraphs:
         return replay, made
 
     def in_pieces(
-        self, work: Callable[[Cut], Made], memory: Memory | None = None
+        self, work: Callable[[Cut], Made], memory: Memory | None = None, *, across_threads: bool = False
     ) -> tuple[list[Callable[[], None]], Made]:
         """As `Recorder.in_pieces`."""
         self.captured += 1

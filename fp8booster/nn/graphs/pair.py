@@ -168,7 +168,8 @@ class GraphPair:
                     record.place_like(each, next(number)) if needs_grad else None
                     for each, needs_grad in zip(here.inputs, here.needs_grad, strict=True)
                 ]
-            backward, gradients = record.in_pieces(partial(call.backward, self._gradients_in), memory)
+            go_back = partial(call.backward, self._gradients_in)
+            backward, gradients = record.in_pieces(go_back, memory, across_threads=bool(call.breaks))
             # what was computed last goes back first
             numbers = [number for number, here in enumerate(call.breaks) if here.went_back]
             self._backward = dict(zip([len(call.breaks), *reversed(numbers)], backward, strict=True))

@@ -136,13 +136,14 @@ class Recorder:
         return replay, made
 
     def in_pieces(
-        self, work: Callable[[Cut], Made], memory: Memory | None = None
+        self, work: Callable[[Cut], Made], memory: Memory | None = None, *, across_threads: bool = False
     ) -> tuple[list[Callable[[], None]], Made]:
         """Capture work into as many graphs as it has pieces, and return what replays each.
 
         Args:
             work: calls what it is given where a piece ends, with the tensors of it that are read before the next.
             memory: of the graphs.
+            across_threads: pieces may end in another thread than they began in, as in backward, which autograd runs.
 
         Raises:
             RuntimeError: as above.
@@ -153,7 +154,7 @@ class Recorder:
             graph = torch.cuda.CUDAGraph()
             pool = None if memory is None else memory.handle_for(graph)
             # other threads, such as NCCL's watchdog, may ask for events meanwhile
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=pool, capture_error_mode="relaxed" if across_threads else "thread_local")
             graphs.append(graph)
 
         def cut(made: Sequence[Tensor | None]) -> None:

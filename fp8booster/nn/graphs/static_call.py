@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -155,8 +155,6 @@ class StaticCall:
             torch.autocast(self._device, enabled=False),
             _saving_nowhere_else(),
             _taken_apart(roots, wanted[: len(inputs)]) as taken,
-            # a piece is captured by the thread that began it
-            torch.autograd.set_multithreading_enabled(False) if self.breaks else nullcontext(),
         ):
             # what was saved stays in use: the next replay of the forward writes it again
             keep = not self._recompute

@@ -113,7 +113,7 @@ class Rerun:
         return replay, made
 
     def in_pieces(
-        self, work: Callable[[Any], Any], memory: Memory | None = None
+        self, work: Callable[[Any], Any], memory: Memory | None = None, *, across_threads: bool = False
     ) -> tuple[list[Callable[[], None]], Any]:
         self.captured += 1
         graph = Graph()
