@@ -88,9 +88,7 @@ class Mixture(nn.Module):
         mix = self._mixed_here if over is None else partial(over.mix, experts=self)
         if compiling:  # the host may read how many rows an expert or a rank gets
             mix = torch.compiler.disable(mix)
-            mixed = mix(tokens, chosen, weights)
-        else:
-            mixed = run_eagerly(mix, tokens, chosen, weights)
+        mixed = run_eagerly(mix, tokens, chosen, weights)
         return mixed if beside is None else mixed + beside()
 
     def _mixed_here(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:

@@ -46,7 +46,8 @@ def run_eagerly(function: Callable[..., Any], *args: Any) -> Any:
     Returns:
         What the function returns, of the same kinds as `args`.
     """
-    handler = _here.handler
+    # in compiled code no layer is captured, and a thread's state would break its graph
+    handler = None if torch.compiler.is_compiling() else _here.handler
     return function(*args) if handler is None else handler(function, args)
 
 
