@@ -114,7 +114,7 @@ class StaticCall:
         self._live: list[Tensor] = []
         self._cuts = Cuts()
         # a number that nothing reads: what runs eagerly may train parameters, whatever comes before it
-        self._always = torch.empty(0, device=given[0].device).requires_grad_()
+        self._always = torch.empty(0, dtype=torch.float32, device=given[0].device).requires_grad_()
 
     def lay_in(self, given: Sequence[Tensor]) -> None:
         """Copy the tensors of a call to the inputs."""
