@@ -127,7 +127,7 @@ def settings(encoding: Encoding = DEFAULT, min_bytes: int | None = None) -> tupl
 
 @dataclass(frozen=True)
 class Parts:
-    """What lies in a message for each rank of a group, or from each.
+    """Divides a message into what is for each rank of a group, or from each.
 
     Args:
         tensors: one dimension, contiguous; their values follow each other in the message.

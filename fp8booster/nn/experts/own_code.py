@@ -1,4 +1,4 @@
-"""Whether experts in two parameters run the code that transformers 5 gave their class, by which attributes tell all.
+"""Tells whether experts run the code that transformers 5 gave their class, so that their attributes tell all.
 
 transformers' decorator gives a class its forward, which calls the implementation that the configuration names. A
 program may put another function in the place of the forward, or of the implementation. What that computes is unknown.

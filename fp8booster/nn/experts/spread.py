@@ -34,7 +34,7 @@ from fp8booster.scaling import INPUT
 from fp8booster.tensor import QuantizedMatrix
 
 EXCHANGED = "experts spread over ranks exchange rows whose number the host waits for"
-"""Why their CUDA graphs break."""
+"""The reason why their CUDA graphs break."""
 
 AS_CAST = "in FP8, as the first product reads them"
 IN_16_BITS = "in 16 bits"

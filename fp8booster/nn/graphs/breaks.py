@@ -68,7 +68,7 @@ def handled_by(handler: Handler | None, *, captures: bool = False) -> Iterator[N
 
 
 class _Like(NamedTuple):
-    """What a tensor is, without its values."""
+    """Describes a tensor without its values."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -86,7 +86,7 @@ class _Like(NamedTuple):
 
 
 class Result:
-    """What an eager call returned: another returns the same in other tensors.
+    """Describes what an eager call returned, as another will in other tensors.
 
     Args:
         made: what it returned.
@@ -122,12 +122,12 @@ class Result:
 
 
 class Noted:
-    """What is noted of the eager calls of a layer that runs without graphs."""
+    """Collects what eager calls of a layer return and take while it runs without graphs."""
 
     def __init__(self) -> None:
         self.results: list[Result] = []
         self.why_not: str | None = None
-        """Why no graph can be broken by them."""
+        """The reason why no graph can be broken by them."""
 
         self.kept = self.passing = 0
         """Bytes that they leave for backward, and that they take in all."""
@@ -193,7 +193,7 @@ class Break:
         self._made, self.outputs = result.new()
         self.words: list[Tensor | None] = []
         self.gradients_in: list[Tensor | None] = []
-        """Where gradients of `inputs` lie when backward goes on behind the call; None where there is none."""
+        """Places of the gradients of `inputs`, when backward goes on behind the call; None where there is none."""
 
         self.gradients: list[Tensor | None] = []
         """Of `outputs`, as backward found them last."""

@@ -246,7 +246,7 @@ class GraphPair:
         for piece, here in enumerate(self._call.breaks, 1):
             order, *inputs = outputs
             found = here.run(inputs)
-            # what goes back through the eager call comes before this rank goes on: `order` says so where nothing does
+            # `order` lets autograd come to this piece before the one before it, also where no gradient goes between
             outputs = _Replayed.apply(self, piece, ticket, len(found), *found, order)
         return rebuild(self._call.made, self._call.with_given(given, outputs))
 
