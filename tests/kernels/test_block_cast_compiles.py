@@ -18,21 +18,20 @@ TYPES = {
     "partials": "*fp32",
     "partial_count": "i32",
     "message": "*u8",
-    "table": "*i64",
     "total": "i64",
     "part": "i32",
     "first": "i32",
     "end": "i32",
+    "tiles": "i32",
     "count": "i32",
     "size": "i32",
     "factor": "fp32",
 }
-UNSPECIALIZED = {"partial_count", "first", "end", "factor", "partials", "table"}
+UNSPECIALIZED = {"partial_count", "first", "end", "tiles", "factor", "partials"}
 FORMAT = {"E4M3": True, "LIMIT": formats.MAX[formats.E4M3], "POWER_OF_TWO": False}
 BLOCKS = {"TENSORWISE": False, "BLOCK": 256, "TILE_BLOCKS": 16}
+ROWS = {**BLOCKS, "TILE_BLOCKS": 8}  # of 2048 values
 ONE_SCALE = {"TENSORWISE": True, "BLOCK": 1024, "TILE_BLOCKS": 4}
-EVEN = {"EVEN": True, "UNIT": 16}
-UNEVEN = {"EVEN": False, "UNIT": 16}
 
 
 def ptx_of(kernel, constants: dict[str, object], x: str, *, aligned: bool = True) -> str:
@@ -49,10 +48,9 @@ def stages_of(kernel, constants: dict[str, object], x: str, *, aligned: bool = T
 
 
 @pytest.mark.parametrize("x", ["*bf16", "*fp16", "*fp32"])
-@pytest.mark.parametrize("pieces", [EVEN, UNEVEN], ids=["even", "uneven"])
-@pytest.mark.parametrize("scales", [BLOCKS, ONE_SCALE], ids=["blocks", "one scale"])
-def test_encode_and_decode_move_whole_vectors(scales, pieces, x) -> None:
-    given = {**FORMAT, **scales, **pieces, "PARTIALS_BLOCK": 1024 if scales["TENSORWISE"] else 1}
+@pytest.mark.parametrize("scales", [BLOCKS, ROWS, ONE_SCALE], ids=["blocks", "rows", "one scale"])
+def test_encode_and_decode_move_whole_vectors(scales, x) -> None:
+    given = {**FORMAT, **scales, "PARTIALS_BLOCK": 1024 if scales["TENSORWISE"] else 1}
     for kernel in (kernels.encode_kernel, kernels.decode_kernel):
         ptx = ptx_of(kernel, given, x)
         assert "ld.global.v4.b32" in ptx
@@ -72,7 +70,7 @@ def test_the_sum_moves_whole_vectors_and_rounds_each_product(pieces, encode) -> 
 
 def test_sizes_that_are_multiples_of_nothing_compile() -> None:
     for scales in (BLOCKS, ONE_SCALE):
-        given = {**FORMAT, **scales, **UNEVEN, "UNIT": 1, "PARTIALS_BLOCK": 1024}
+        given = {**FORMAT, **scales, "PARTIALS_BLOCK": 1024}
         ptx_of(kernels.encode_kernel, given, "*bf16", aligned=False)
         ptx_of(kernels.decode_kernel, given, "*bf16", aligned=False)
         sums = {**given, "PIECES": 3, "ENCODE": False}
@@ -83,7 +81,7 @@ def test_sizes_that_are_multiples_of_nothing_compile() -> None:
 @pytest.mark.parametrize("scales", [BLOCKS, ONE_SCALE], ids=["blocks", "one scale"])
 def test_counts_are_rounded_up_in_64_bits(scales) -> None:
     """From 2^31 - 1024 values on a piece's padded count does not fit in 32."""
-    given = {**FORMAT, **scales, **EVEN, "PARTIALS_BLOCK": 1024, "PIECES": 2}
+    given = {**FORMAT, **scales, "PARTIALS_BLOCK": 1024, "PIECES": 2}
     runs = [(kernels.encode_kernel, {}), (kernels.decode_kernel, {})]
     runs += [(kernels.sum_kernel, {"ENCODE": encode}) for encode in (False, not scales["TENSORWISE"])]
     for kernel, more in runs:
@@ -95,6 +93,6 @@ def test_counts_are_rounded_up_in_64_bits(scales) -> None:
 @pytest.mark.parametrize("dtype", formats.FORMATS)
 def test_each_format_is_rounded_by_its_instruction(dtype) -> None:
     form = {"E4M3": dtype is formats.E4M3, "LIMIT": formats.MAX[dtype], "POWER_OF_TWO": False}
-    ptx = ptx_of(kernels.encode_kernel, {**form, **BLOCKS, **EVEN, "PARTIALS_BLOCK": 1}, "*bf16")
+    ptx = ptx_of(kernels.encode_kernel, {**form, **BLOCKS, "PARTIALS_BLOCK": 1}, "*bf16")
     found = set(re.findall(r"cvt\.\S*\.(e\dm\dx2)\.f32", ptx))
     assert found == {"e4m3x2" if dtype is formats.E4M3 else "e5m2x2"}

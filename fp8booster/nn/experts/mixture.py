@@ -37,7 +37,7 @@ from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.delivered import as_rows
 
 LOOKED_AT = "experts that are modules are looked at in every call"
-"""The reason why CUDA graphs break at those of one rank: each call finds whether they run as one, and on which weights."""
+"""The reason why CUDA graphs break at those of one rank: each call finds whether they run as one, by which weights."""
 
 
 class Mixture(nn.Module):
