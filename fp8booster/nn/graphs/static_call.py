@@ -181,6 +181,7 @@ class StaticCall:
     def end(self) -> None:
         """Free the autograd graph; a node may hold the layer, which would never be freed. `saved` stays."""
         self._live.clear()
+        self._cuts.forward = self._cuts.backward = _nothing  # who cuts holds the graphs
 
     def _run(self) -> None:
         enabled, dtype = self._autocast

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import nn
 
+from fp8booster.nn.graphs.breaks import noted_breaks, run_eagerly
 from fp8booster.nn.graphs.static_call import StaticCall
 from fp8booster.nn.graphs.values import Unsupported, flatten, rebuild
 
@@ -160,3 +163,25 @@ def test_what_a_call_is_given_is_copied_whole_and_in_one_launch_where_it_is_word
     assert set(words) == {torch.int64}
     assert len(words) == 5  # hidden, angles, places, lone, none
     assert len(rest) == 5
+
+
+def test_a_call_that_has_ended_holds_nobody_who_cuts() -> None:
+    class Cut:
+        def __call__(self, made: Sequence[torch.Tensor | None]) -> None:
+            pass
+
+    linear, x = nn.Linear(4, 4), torch.ones(2, 4)
+    with noted_breaks(lambda: (0, 0)) as noted:
+        linear(run_eagerly(linear, x))
+    call = StaticCall(
+        lambda x: linear(run_eagerly(linear, x)), (x,), {}, [linear], recompute=False, results=noted.results
+    )
+    cuts = Cut(), Cut()
+    held = list(map(weakref.ref, cuts))
+    (made,) = call.forward(cuts[0])
+    call.breaks[0].gradients_in = [None]
+    call.backward([torch.ones_like(made)], cuts[1])
+    call.end()
+    del cuts
+    gc.collect()
+    assert [each() for each in held] == [None, None]
