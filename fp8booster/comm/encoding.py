@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -125,24 +125,26 @@ def settings(encoding: Encoding = DEFAULT, min_bytes: int | None = None) -> tupl
     return encoding, min_bytes
 
 
-@dataclass(frozen=True)
-class Parts:
-    """Divides a message into what is for each rank of a group, or from each.
-
-    Args:
-        tensors: one dimension, contiguous; their values follow each other in the message.
-        layouts: of each tensor.
-        sizes: bytes for each rank; None: all are of one size.
-    """
+class Parts(NamedTuple):
+    """Divides a message into what is for each rank of a group, or from each."""
 
     tensors: Sequence[Tensor]
+    """One dimension, contiguous; their values follow each other in the message."""
+
     layouts: Sequence[MessageLayout]
+    """Of each tensor."""
+
     sizes: list[int] | None
+    """Bytes for each rank; None: all are of one size."""
+
+    bytes: int
+    """Of the message."""
 
     @classmethod
     def even(cls, tensor: Tensor, ranks: int, encoding: Encoding) -> Parts:
         """Return as many values of a tensor for each rank."""
-        return cls([tensor], [encoding.layout(tensor.numel() // ranks, ranks)], None)
+        layout = encoding.layout(tensor.numel() // ranks, ranks)
+        return cls([tensor], [layout], None, layout.bytes)
 
     @classmethod
     def of_rows(cls, tensor: Tensor, splits: Sequence[int], row: int, encoding: Encoding) -> Parts:
@@ -157,31 +159,27 @@ class Parts:
         block = encoding.block_size
         # rows of whole blocks are pieces of one size, however many a rank gets: one launch
         if block is not None and row and row % block == 0:
-            layout = encoding.layout(row, sum(splits))
-            return cls([tensor], [layout], [split * layout.piece_bytes for split in splits])
+            layout = encoding.layout(row, tensor.numel() // row)
+            return cls([tensor], [layout], [split * layout.piece_bytes for split in splits], layout.bytes)
         return cls.of_tensors(tensor.split([split * row for split in splits]), encoding)
 
     @classmethod
     def of_tensors(cls, tensors: Sequence[Tensor], encoding: Encoding) -> Parts:
         """Return a tensor for each rank."""
         layouts = [encoding.layout(tensor.numel()) for tensor in tensors]
-        return cls(tensors, layouts, [layout.bytes for layout in layouts])
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the message."""
-        return sum(layout.bytes for layout in self.layouts)
+        sizes = [layout.bytes for layout in layouts]
+        return cls(tensors, layouts, sizes, sum(sizes))
 
     def encode(self, message: Tensor, encoding: Encoding, purpose: str) -> None:
         """Write the message."""
-        for tensor, layout, part in self._with(message):
+        for tensor, layout, part in zip(self.tensors, self.layouts, self._of_tensors(message), strict=True):
             encoding.encode(tensor, part, layout, purpose)
 
     def decode(self, message: Tensor, encoding: Encoding) -> None:
         """Write what the message has to the tensors."""
-        for tensor, layout, part in self._with(message):
+        for tensor, layout, part in zip(self.tensors, self.layouts, self._of_tensors(message), strict=True):
             encoding.decode(part, tensor, layout)
 
-    def _with(self, message: Tensor) -> Iterator[tuple[Tensor, MessageLayout, Tensor]]:
-        sizes = [layout.bytes for layout in self.layouts]
-        return zip(self.tensors, self.layouts, message.split(sizes), strict=True)
+    def _of_tensors(self, message: Tensor) -> Sequence[Tensor]:
+        """Return the part of a message that each tensor has."""
+        return [message] if len(self.layouts) == 1 else message.split([layout.bytes for layout in self.layouts])

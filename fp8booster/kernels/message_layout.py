@@ -9,67 +9,53 @@ what it got from each.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from fp8booster.kernels.alignment import aligned
+from fp8booster.kernels.alignment import ALIGNMENT
 
 SCALES_ALIGNMENT = 4
 """Scales come in multiples of this, so that the piece behind them begins at a multiple of 16 bytes."""
 
 
-@dataclass(frozen=True, eq=False)  # launches are found by it at each call, by identity
 class MessageLayout:
     """Places of the pieces of a message.
 
     Piece p holds the `count` values behind those of piece p - 1 in the tensor. A tensor that ends before its last
     pieces do is as if followed by zeros.
+
+    Args:
+        count: values in each piece.
+        pieces: how many.
+        block_size: values that share a scale; None for one scale over the whole tensor, repeated in each piece.
     """
 
-    count: int
-    """Values in each piece."""
+    def __init__(self, count: int, pieces: int, block_size: int | None) -> None:
+        # all of it at once: the host makes one for each message of rows, whose number is another each time
+        self.count, self.pieces, self.block_size = count, pieces, block_size
+        self.payload_bytes = -(-count // ALIGNMENT) * ALIGNMENT
+        """Bytes of the values of a piece, padding included."""
 
-    pieces: int
+        scales = min(count, 1) if block_size is None else -(-count // block_size)
+        self.scale_count = -(-scales // SCALES_ALIGNMENT) * SCALES_ALIGNMENT
+        """Scales of a piece, padding included."""
 
-    block_size: int | None
-    """Values that share a scale; None for one scale over the whole tensor, repeated in each piece."""
+        self.piece_bytes = self.payload_bytes + 4 * self.scale_count
+        self.bytes = pieces * self.piece_bytes
 
     @staticmethod
     @lru_cache(maxsize=1024)
     def of(count: int, pieces: int, block_size: int | None) -> MessageLayout:
-        """Return the layout, made once: calls repeat their sizes."""
+        """Return the layout, made once: launches are found by it, and calls repeat their sizes."""
         return MessageLayout(count, pieces, block_size)
 
-    @cached_property
+    @property
     def piece(self) -> MessageLayout:
         """Return the layout of one piece alone."""
         return MessageLayout.of(self.count, 1, self.block_size)
-
-    @cached_property
-    def payload_bytes(self) -> int:
-        """Bytes of the values of a piece, padding included."""
-        return aligned(self.count)
-
-    @cached_property
-    def scale_count(self) -> int:
-        """Scales of a piece, padding included."""
-        blocks = min(self.count, 1) if self.block_size is None else math.ceil(self.count / self.block_size)
-        return math.ceil(blocks / SCALES_ALIGNMENT) * SCALES_ALIGNMENT
-
-    @cached_property
-    def piece_bytes(self) -> int:
-        """Bytes of a piece."""
-        return self.payload_bytes + 4 * self.scale_count
-
-    @cached_property
-    def bytes(self) -> int:
-        """Bytes of the message."""
-        return self.pieces * self.piece_bytes
 
 
 def side_by_side(tensors: Sequence[Tensor], pieces: int) -> Tensor:

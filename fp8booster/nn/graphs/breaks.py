@@ -187,7 +187,8 @@ class Break:
         except Unsupported as error:
             raise Refused(f"what must run eagerly in it is given a {error}") from None
         self.inputs = [each.detach() for each in given]
-        self._amaxes = list(map(delivered_amax, given))
+        found = enumerate(map(delivered_amax, given))
+        self._amaxes = [(number, amax) for number, amax in found if amax is not None]
         self.needs_grad = [each.requires_grad for each in given]
         self._args = rebuild(args, iter(self.inputs))
         self._made, self.outputs = result.new()
@@ -226,8 +227,8 @@ class Break:
 
     def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Call the function with values of `inputs`, and return the tensors that it gives."""
-        for each, amax in zip(inputs, self._amaxes, strict=True):
-            deliver_amax(each, amax)
+        for number, amax in self._amaxes:
+            deliver_amax(inputs[number], amax)
         return self._result.tensors_of(self._function(*rebuild(self._args, iter(inputs))))
 
 
