@@ -14,6 +14,9 @@ from fp8booster.kernels import block_cast
 from fp8booster.kernels.message_layout import MessageLayout
 from fp8booster.scaling.checks import require_switch
 
+MOST_OF_ROW = 1.01
+"""A row is a piece by itself where padding makes it at most so much longer."""
+
 SMALLEST_BLOCK = 32
 LARGEST_BLOCK = 4096
 
@@ -156,11 +159,11 @@ class Parts(NamedTuple):
             row: values of a row.
             encoding: of the message.
         """
-        block = encoding.block_size
-        # rows of whole blocks are pieces of one size, however many a rank gets: one launch
-        if block is not None and row and row % block == 0:
+        if row and encoding.block_size is not None:
             layout = encoding.layout(row, tensor.numel() // row)
-            return cls([tensor], [layout], [split * layout.piece_bytes for split in splits], layout.bytes)
+            # rows as pieces are of one size, however many a rank gets: one launch. Padding takes most of short ones
+            if layout.piece_bytes <= MOST_OF_ROW * row * (1 + 4 / encoding.block_size):
+                return cls([tensor], [layout], [split * layout.piece_bytes for split in splits], layout.bytes)
         return cls.of_tensors(tensor.split([split * row for split in splits]), encoding)
 
     @classmethod
