@@ -116,7 +116,7 @@ def _clipped(values: torch.Tensor, message: torch.Tensor, encoding: Encoding) ->
     ranks, part = values.shape
     layout = encoding.layout(part, ranks)
     largest = message.clone()
-    payload = largest.view(ranks, -1)[:, : layout.payload_bytes(part)]
+    payload = largest.view(ranks, -1)[:, : layout.payload_bytes]
     payload.copy_(torch.tensor(formats.MAX[encoding.format]).to(encoding.format).view(torch.uint8))
     limits = torch.empty_like(values, dtype=torch.float32)
     encoding.decode(largest, limits.view(-1), layout)

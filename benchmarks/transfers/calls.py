@@ -14,7 +14,7 @@ KEPT = "FP8, not decoded"
 def gather_without_decoding(bench: Bench, count: int) -> Call:
     """Encode and gather, as where the gathered values stay in FP8: weights, for instance."""
     values = bench.values(count // bench.ranks, torch.bfloat16)
-    layout = bench.encoding.even(values.numel())
+    layout = bench.encoding.layout(values.numel())
     own = torch.empty(layout.bytes, dtype=torch.uint8, device=bench.device)
     gathered = torch.empty(bench.ranks * layout.bytes, dtype=torch.uint8, device=bench.device)
     gather = newest(dist, "all_gather_single", "all_gather_into_tensor")
