@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -157,8 +158,14 @@ class Recorder:
             graph.capture_begin(pool=pool, capture_error_mode="relaxed" if across_threads else "thread_local")
             graphs.append(graph)
 
+        def end() -> None:
+            with warnings.catch_warnings():
+                # a piece may have nothing to compute, as backward from a sum to an eager call that is one of its terms
+                warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+                graphs[-1].capture_end()
+
         def cut(made: Sequence[Tensor | None]) -> None:
-            graphs[-1].capture_end()
+            end()
             begin()
 
         # a collection in the midst may free a graph or an event, which a capture forbids
@@ -174,9 +181,9 @@ class Recorder:
                         made = work(cut)
                 except BaseException:
                     with suppress(RuntimeError):  # it was invalid by then
-                        graphs[-1].capture_end()
+                        end()
                     raise
-                graphs[-1].capture_end()
+                end()
         finally:
             if collects:
                 gc.enable()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -84,6 +85,36 @@ def test_work_is_captured_on_a_stream_that_waits_and_is_waited_for(calls: list[A
     replay()
     replay()
     assert calls == ["replay", "noted"] * 2
+
+
+def test_pieces_are_captured_one_after_the_other_and_may_be_empty(
+    calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end = torch.cuda.CUDAGraph.capture_end
+
+    def end_empty(graph: Any) -> None:
+        end(graph)
+        warnings.warn("The CUDA Graph is empty. This usually means that", stacklevel=1)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_end", end_empty)
+    recorder = Recorder(GPU)
+
+    def work(cut: Callable[[list[torch.Tensor]], None]) -> str:
+        observer.note(lambda: calls.append("noted"))
+        cut([])
+        calls.append("behind")
+        return "made"
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (first, last), made = recorder.in_pieces(work, recorder.new_memory(), across_threads=True)
+    assert made == "made"
+    begin = [("begin", "first pool"), "relaxed"]
+    assert calls == [*BEFORE, *begin, "end", *begin, "behind", "end", *AFTER]
+    calls.clear()
+    first()
+    last()
+    assert calls == ["replay", "replay", "noted"]
 
 
 def test_replays_on_two_streams_wait_for_each_other(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
