@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fp8booster.nn.graphs.values import Refused, Unsupported, flatten, rebuild, words_of
+from fp8booster.nn.graphs.values import Refused, Unsupported, flatten, rebuild, versions_of, words_of
 from fp8booster.nn.linear.functional import once_differentiable
 from fp8booster.nn.weights.delivered import deliver_amax, delivered_amax
 from fp8booster.nn.weights.pinned import collected
@@ -78,10 +78,13 @@ class _Like(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Like:
-        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+        trained = tensor.requires_grad and torch.is_grad_enabled()
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, trained)
 
     def new(self) -> Tensor:
         made = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+        if not all(step or size < 2 for step, size in zip(self.stride, self.size, strict=True)):
+            made = torch.empty_like(made)  # as `expand` gives it: nothing can be laid in one value several times
         return made.requires_grad_(self.requires_grad)
 
 
@@ -97,7 +100,9 @@ class Result:
 
     def __init__(self, made: Any) -> None:
         tensors: list[Tensor] = []
-        self._key = flatten(made, tensors)
+        self.kind = flatten(made, tensors)
+        """Equal where another call returns as much, in tensors of the same sizes and types."""
+
         self._tensors = list(map(_Like.of, tensors))
         self._made = rebuild(made, iter(each.detach().to("meta") for each in tensors))
 
@@ -106,6 +111,10 @@ class Result:
         tensors = [each.new() for each in self._tensors]
         return rebuild(self._made, iter(tensors)), tensors
 
+    def lies_on(self, device: torch.device) -> bool:
+        """Tell whether all of it lies on a device."""
+        return all(each.device == device for each in self._tensors)
+
     def tensors_of(self, made: Any) -> list[Tensor]:
         """Return the tensors in what another call returned.
 
@@ -113,7 +122,7 @@ class Result:
             RuntimeError: it is of another kind.
         """
         tensors: list[Tensor] = []
-        if flatten(made, tensors) != self._key or list(map(_Like.of, tensors)) != self._tensors:
+        if flatten(made, tensors) != self.kind:
             raise RuntimeError(
                 "what runs eagerly between the CUDA graphs of a layer returned something else than before; call "
                 "fp8booster.capture_layers again, or set FP8Config(cuda_graphs=False)"
@@ -134,17 +143,24 @@ class Noted:
 
 
 @contextmanager
-def noted_breaks(allocated: Callable[[], tuple[int, int]]) -> Iterator[Noted]:
+def noted_breaks(allocated: Callable[[], tuple[int, int]], device: torch.device) -> Iterator[Noted]:
     """Note the eager calls inside.
 
     Args:
         allocated: as `Recorder.allocated`.
+        device: of the graphs.
     """
     noted = Noted()
 
     def note(function: Callable[..., Any], args: tuple) -> Any:
         # FP8 weights that no graph reads
         before, collected.uses = (collected.uses, collected.values_were_read), None
+        given: list[Tensor] = []
+        try:
+            flatten(args, given)
+        except Unsupported as error:
+            noted.why_not = f"what must run eagerly in it is given a {error}"
+        versions = versions_of(given)
         began = allocated()
         try:
             with handled_by(None):
@@ -153,15 +169,41 @@ def noted_breaks(allocated: Callable[[], tuple[int, int]]) -> Iterator[Noted]:
             collected.uses, collected.values_were_read = before
         kept, passing = (now - then for now, then in zip(allocated(), began, strict=True))
         noted.kept, noted.passing = noted.kept + kept, noted.passing + passing
+        if versions_of(given) != versions:
+            noted.why_not = (
+                "what must run eagerly in it changes in place what it is given, of which graphs know nothing"
+            )
         try:
-            flatten(args, [])
             noted.results.append(Result(made))
         except Unsupported as error:
-            noted.why_not = f"what must run eagerly in it is given or gives a {error}"
+            noted.why_not = f"what must run eagerly in it gives a {error}"
+            return made
+        if not noted.results[-1].lies_on(device):  # a kernel would have for good the number that is on the host
+            noted.why_not = "what must run eagerly in it gives a tensor of another device"
         return made
 
     with handled_by(note):
         yield noted
+
+
+class _Modes(NamedTuple):
+    """Describes the state around a call that the layer's own code may set: gradients, and autocast on a device."""
+
+    grad: bool
+    device: str
+    autocast: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def now(cls, device: str) -> _Modes:
+        autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        return cls(torch.is_grad_enabled(), device, *autocast)
+
+    @contextmanager
+    def set(self) -> Iterator[None]:
+        keeps = torch.is_autocast_cache_enabled()  # of casts, which a capture does without
+        with torch.set_grad_enabled(self.grad), torch.autocast(self.device, self.dtype, self.autocast, keeps):
+            yield
 
 
 Cut = Callable[[Sequence[Tensor | None]], None]
@@ -174,13 +216,14 @@ class Break:
     Args:
         function, args: of the call.
         result: what it returned before.
+        device: of the graphs, by its type.
 
     Raises:
         Refused: the function is given something of which no graph can have a copy.
     """
 
-    def __init__(self, function: Callable[..., Any], args: tuple, result: Result) -> None:
-        self._function, self._result = function, result
+    def __init__(self, function: Callable[..., Any], args: tuple, result: Result, device: str) -> None:
+        self._function, self._result, self._modes = function, result, _Modes.now(device)
         given: list[Tensor] = []
         try:
             flatten(args, given)
@@ -189,14 +232,14 @@ class Break:
         self.inputs = [each.detach() for each in given]
         found = enumerate(map(delivered_amax, given))
         self._amaxes = [(number, amax) for number, amax in found if amax is not None]
-        self.needs_grad = [each.requires_grad for each in given]
+        self.needs_grad = [each.requires_grad and self._modes.grad for each in given]
         self._args = rebuild(args, iter(self.inputs))
         self._made, self.outputs = result.new()
         self.words: list[Tensor | None] = []
         self.gradients_in: list[Tensor | None] = []
         """Places of the gradients of `inputs`, when backward goes on behind the call; None where there is none."""
 
-        self.gradients: list[Tensor | None] = []
+        self.gradients: list[Tensor | None] = [None] * len(self.outputs)
         """Of `outputs`, as backward found them last."""
 
         self.went_back = False
@@ -229,7 +272,11 @@ class Break:
         """Call the function with values of `inputs`, and return the tensors that it gives."""
         for number, amax in self._amaxes:
             deliver_amax(inputs[number], amax)
-        return self._result.tensors_of(self._function(*rebuild(self._args, iter(inputs))))
+        args = rebuild(self._args, iter(inputs))
+        if self._modes == _Modes.now(self._modes.device):
+            return self._result.tensors_of(self._function(*args))
+        with self._modes.set():  # a replay runs none of the layer's code that set them
+            return self._result.tensors_of(self._function(*args))
 
 
 class Cuts:

@@ -30,7 +30,7 @@ from fp8booster.nn.graphs.held import Held
 from fp8booster.nn.graphs.pair import Freed, GraphPair, Moved
 from fp8booster.nn.graphs.recorder import Memory, Recorder
 from fp8booster.nn.graphs.static_call import parameters_of
-from fp8booster.nn.graphs.values import Refused, Unsupported, flatten
+from fp8booster.nn.graphs.values import Refused, Unsupported, flatten, versions_of
 from fp8booster.nn.weights.pinned import Use, collected, collected_uses
 from fp8booster.scaling.steps import optimizer_steps
 
@@ -74,7 +74,7 @@ class _Kind:
     host_seconds: float = float("inf")
     gpu_seconds: list[Callable[[], float | None]] = field(default_factory=list)  # of each call, once they are known
     uses: list[Use] = field(default_factory=list)
-    results: list[Result] = field(default_factory=list)  # of calls that run eagerly in it
+    results: list[Result] | None = None  # of calls that run eagerly in it; None: none of its calls has ended
     pairs: list[GraphPair] = field(default_factory=list)
     moves: int = 0
     orders: int = 0  # times that others, captured later, waited for their backward
@@ -348,7 +348,7 @@ class LayerGraphs:
                     kind.uses,
                     held.tensors,
                     recompute=recompute,
-                    results=kind.results,
+                    results=kind.results or (),
                     breaking=held.breaking,
                     gradients="copied" if copies else "shared" if shares else "own",
                 )
@@ -379,10 +379,10 @@ def _warm_up(
     device = given[0].device
     allocated = _nothing if record is None else record.allocated
     before = allocated()
-    with collected_uses() as uses, noted_breaks(allocated) as noted:
+    with collected_uses() as uses, noted_breaks(allocated, device) as noted:
         end = None if record is None else record.timer()
         drawn, sent = random_state(device), observer.sent_bytes
-        drawn_on_host, versions, began = host_random_state(device), _versions(given), time.perf_counter()
+        drawn_on_host, versions, began = host_random_state(device), versions_of(given), time.perf_counter()
         made = forward(*args, **kwargs)
         kind.host_seconds = min(kind.host_seconds, time.perf_counter() - began)
         if end is not None:
@@ -392,8 +392,10 @@ def _warm_up(
         kind.sends |= observer.sent_bytes > sent
     if kind.host_draws == WARM_UP:  # in fewer calls another thread may have drawn
         kind.why_not = "it draws random numbers on the host, which a replay would not"
-    if _versions(given) != versions:
+    if versions_of(given) != versions:
         kind.why_not = "it changes what it is given in place, of which a replay has a copy"
+    if kind.results is not None and [each.kind for each in noted.results] != [each.kind for each in kind.results]:
+        kind.why_not = "what must run eagerly in it gives other sizes, types or constants from call to call"
     if noted.why_not is not None:
         kind.why_not = noted.why_not
     if collected.values_were_read:
@@ -407,10 +409,6 @@ def _warm_up(
 
 def _nothing() -> tuple[int, int]:
     return 0, 0
-
-
-def _versions(given: list[Tensor]) -> list[int]:
-    return [each._version for each in given if not each.is_inference()]
 
 
 def _why_leave_alone(host_seconds: float, gpu_seconds: list[float], copied: int) -> str | None:

@@ -242,10 +242,16 @@ class GraphPair:
         """Return what the layer gives for a call with these tensors, in the order of `flatten`; may raise `Moved`."""
         self.refresh()
         ticket, again = _Ticket(), [given[number] for number in self._call.given_again]
-        outputs = _Replayed.apply(self, 0, ticket, len(given), *given, *self._call.trained, *again)
+        # backward comes to the first piece, which is its end, also where nothing is trained before the first eager call
+        always = [torch.empty(0).requires_grad_()] if self._call.breaks else []
+        outputs = _Replayed.apply(self, 0, ticket, len(given), *given, *self._call.trained, *again, *always)
         for piece, here in enumerate(self._call.breaks, 1):
             order, *inputs = outputs
-            found = here.run(inputs)
+            try:
+                found = here.run(inputs)
+            except BaseException:
+                ticket.used = True  # who keeps the error keeps the ticket
+                raise
             # `order` lets autograd come to this piece before the one before it, also where no gradient goes between
             outputs = _Replayed.apply(self, piece, ticket, len(found), *found, order)
         return rebuild(self._call.made, self._call.with_given(given, outputs))
@@ -309,10 +315,10 @@ class GraphPair:
                     place.copy_(gradient)
             replay()
         if piece:
-            return [*_copied(self._gradients_of_breaks[piece - 1]), None]
+            return [*_copied(self._gradients_of_breaks[piece - 1]), None]  # for `order`
         # a graph that is kept may go backward again, and until it is freed nothing may lie where it has its values
         ticket.used = not torch._C._autograd._get_current_graph_task_keep_graph()
-        return self._found(ticket)
+        return [*self._found(ticket), *([None] if self._call.breaks else [])]  # for `always`
 
     def _begin_backward(self, ticket: _Ticket) -> None:
         if Steps.count == self._steps:  # as a cast counts it, whose Python no replay runs
@@ -368,7 +374,9 @@ def _address(tensor: Tensor) -> int:
 def _copied(passing: list[Any]) -> list[Any]:
     """Return copies of tensors, or None where there is None, before the next replay writes over them."""
     copies = [None if each is None else torch.empty_like(each) for each in passing]
-    torch._foreach_copy_([each for each in copies if each is not None], [each for each in passing if each is not None])
+    written = [each for each in copies if each is not None]
+    if written:
+        torch._foreach_copy_(written, [each for each in passing if each is not None])
     return copies
 
 

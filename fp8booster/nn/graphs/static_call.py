@@ -198,7 +198,7 @@ class StaticCall:
             if number == len(self._results):
                 raise Refused("parts of it ran eagerly that did not in its first calls")
             if number == len(self.breaks):
-                self.breaks.append(Break(function, args, self._results[number]))
+                self.breaks.append(Break(function, args, self._results[number], self._device))
             leaves.__exit__()  # what runs eagerly has the parameters themselves
             made = self.breaks[number].between(args, self._always, self._cuts)
             leaves.__enter__()

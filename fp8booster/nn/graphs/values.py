@@ -81,6 +81,11 @@ def rebuild(value: Any, tensors: Iterator[Tensor], others: dict[int, Tensor] | N
     return value
 
 
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Return numbers that change where a tensor is changed in place."""
+    return [each._version for each in tensors if not each.is_inference()]
+
+
 def lay(places: Sequence[Tensor], words: Sequence[Tensor | None], given: Sequence[Tensor]) -> None:
     """Copy tensors to places, in one launch: of different types torch makes one for each.
 
