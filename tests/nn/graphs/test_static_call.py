@@ -171,7 +171,7 @@ def test_a_call_that_has_ended_holds_nobody_who_cuts() -> None:
             pass
 
     linear, x = nn.Linear(4, 4), torch.ones(2, 4)
-    with noted_breaks(lambda: (0, 0)) as noted:
+    with noted_breaks(lambda: (0, 0), x.device) as noted:
         linear(run_eagerly(linear, x))
     call = StaticCall(
         lambda x: linear(run_eagerly(linear, x)), (x,), {}, [linear], recompute=False, results=noted.results
