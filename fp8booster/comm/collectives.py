@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from numbers import Integral
 
 import torch
 import torch.distributed as dist
@@ -371,6 +372,7 @@ def all_to_all_single(
             )
         received, sent = (Parts.even(each, ranks, encoding) for each in (arriving, flat_input))
     else:
+        _require_rows(output, input)
         received = Parts.of_rows(arriving, _splits(output, output_split_sizes, ranks, "output"), row, encoding)
         sent = Parts.of_rows(flat_input, _splits(input, input_split_sizes, ranks, "input"), row, encoding)
     return _exchange(call, sent, received, [output])
@@ -424,6 +426,16 @@ def _require_even(tensor: Tensor, ranks: int, what: str) -> None:
         )
 
 
+def _require_rows(output: Tensor, input: Tensor) -> None:
+    # where nothing arrives, any shape without values does
+    alike = output.numel() == 0 or output.shape[1:].numel() == input.shape[1:].numel()
+    if not (output.dim() and input.dim() and alike):
+        raise ValueError(
+            f"output is {list(output.shape)} and input {list(input.shape)}, of which splits divide rows; give tensors "
+            "of one dimension or more, with as many values in each row"
+        )
+
+
 def _splits(tensor: Tensor, split_sizes: Sequence[int] | None, ranks: int, what: str) -> list[int]:
     """Return how many rows belong to each rank."""
     rows = tensor.shape[0]
@@ -431,8 +443,12 @@ def _splits(tensor: Tensor, split_sizes: Sequence[int] | None, ranks: int, what:
         if rows % ranks:
             raise ValueError(f"{what} has {rows} rows, which do not divide by {ranks} ranks; give {what}_split_sizes")
         return [rows // ranks] * ranks
-    if len(split_sizes) != ranks or sum(split_sizes) != rows:
+    if not all(isinstance(size, Integral) for size in split_sizes):
+        raise TypeError(f"{what}_split_sizes is {list(split_sizes)}; give whole numbers")
+    # a rank that expects less than it is sent would die without an error of Python
+    if len(split_sizes) != ranks or sum(split_sizes) != rows or min(split_sizes) < 0:
         raise ValueError(
-            f"{what}_split_sizes is {list(split_sizes)}; give {ranks} sizes, one for each rank, that add up to {rows}"
+            f"{what}_split_sizes is {list(split_sizes)}; give {ranks} sizes, one for each rank and none below zero, "
+            f"that add up to {rows}"
         )
     return list(split_sizes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -85,3 +86,29 @@ def test_all_to_all_single_without_splits_divides_values_whatever_the_shape() ->
             comm.all_to_all_single(ours, values, min_bytes=min_bytes)
             dist.all_to_all_single(torchs.view(-1), values.view(-1))  # PyTorch 2.14 divides a first dimension alone
             torch.testing.assert_close(ours, torchs, rtol=2**-4, atol=0.05)
+
+
+@rank_test
+def test_rows_and_splits_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
+    ranks = dist.get_world_size()
+    ones, wrong = [1] * ranks, [-1, 3, *[1] * (ranks - 2)]
+    for width in (7, 512):
+        x = torch.ones(ranks, width, device=harness.DEVICE)
+        for output, splits, refused in (
+            (torch.empty(ranks, 2 * width), (ones, ones), "as many values in each row"),
+            (torch.empty(ranks, width), (ones, wrong), "input_split_sizes .* none below zero"),
+            (torch.empty(ranks, width), (wrong, ones), "output_split_sizes .* none below zero"),
+            (torch.empty(ranks, width), (ones[1:], ones), "output_split_sizes .* one for each rank"),
+        ):
+            with pytest.raises(ValueError, match=refused):
+                comm.all_to_all_single(output.to(harness.DEVICE), x, *splits)
+        with pytest.raises(TypeError, match=r"input_split_sizes .* whole numbers"):
+            comm.all_to_all_single(torch.empty_like(x), x, ones, [1.0] * ranks)
+        if dist.get_rank():  # all goes to the first rank, and others give any tensor without values
+            comm.all_to_all_single(x.new_empty(0), x, [0] * ranks, [ranks, *[0] * (ranks - 1)])
+        else:
+            output = x.new_empty(ranks * ranks, width)
+            comm.all_to_all_single(output, x, [ranks] * ranks, [ranks, *[0] * (ranks - 1)])
+            assert torch.equal(output, torch.ones_like(output))
+    with pytest.raises(ValueError, match="one dimension or more"):
+        comm.all_to_all_single(x[0, 0].clone(), x[0, 0].clone(), ones, ones)
