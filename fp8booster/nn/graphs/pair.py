@@ -135,6 +135,8 @@ class GraphPair:
             if pinned is None:
                 raise Moved
             self._pinned.append(pinned)
+        # not that of the call, which autograd knows on the stream of the capture
+        self._always = torch.empty(0, dtype=torch.float32, device=self._call.inputs[0].device).requires_grad_()
         self.refresh()
         try:
             self._capture(gradients)
@@ -243,7 +245,7 @@ class GraphPair:
         self.refresh()
         ticket, again = _Ticket(), [given[number] for number in self._call.given_again]
         # backward comes to the first piece, which is its end, also where nothing is trained before the first eager call
-        always = [torch.empty(0).requires_grad_()] if self._call.breaks else []
+        always = [self._always] if self._call.breaks else []
         outputs = _Replayed.apply(self, 0, ticket, len(given), *given, *self._call.trained, *again, *always)
         for piece, here in enumerate(self._call.breaks, 1):
             order, *inputs = outputs
