@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fp8booster.nn.graphs.call_state import who_saves
 from fp8booster.nn.graphs.values import Refused, Unsupported, flatten, rebuild, versions_of, words_of
 from fp8booster.nn.linear.functional import once_differentiable
 from fp8booster.nn.weights.delivered import deliver_amax, delivered_amax
@@ -130,6 +131,10 @@ class Result:
         return tensors
 
 
+COMPUTED_AGAIN = "checkpointing must compute again what runs eagerly in it"
+"""The reason why no graph is broken by a call within a function that is checkpointed."""
+
+
 class Noted:
     """Collects what eager calls of a layer return and take while it runs without graphs."""
 
@@ -155,12 +160,15 @@ def noted_breaks(allocated: Callable[[], tuple[int, int]], device: torch.device)
     def note(function: Callable[..., Any], args: tuple) -> Any:
         # FP8 weights that no graph reads
         before, collected.uses = (collected.uses, collected.values_were_read), None
+        if who_saves() is not None:
+            # saved tensors are told apart by their number there, and a graph saves none of the call's
+            noted.why_not = COMPUTED_AGAIN
         given: list[Tensor] = []
         try:
             flatten(args, given)
         except Unsupported as error:
             noted.why_not = f"what must run eagerly in it is given a {error}"
-        versions = versions_of(given)
+        before_call = _marks(given)
         began = allocated()
         try:
             with handled_by(None):
@@ -169,9 +177,9 @@ def noted_breaks(allocated: Callable[[], tuple[int, int]], device: torch.device)
             collected.uses, collected.values_were_read = before
         kept, passing = (now - then for now, then in zip(allocated(), began, strict=True))
         noted.kept, noted.passing = noted.kept + kept, noted.passing + passing
-        if versions_of(given) != versions:
+        if _marks(given) != before_call:
             noted.why_not = (
-                "what must run eagerly in it changes in place what it is given, of which graphs know nothing"
+                "what must run eagerly in it changes or hooks what it is given, of which graphs know nothing"
             )
         try:
             noted.results.append(Result(made))
@@ -184,6 +192,11 @@ def noted_breaks(allocated: Callable[[], tuple[int, int]], device: torch.device)
 
     with handled_by(note):
         yield noted
+
+
+def _marks(given: list[Tensor]) -> list[int]:
+    """Return numbers that change where a tensor is changed in place, or gets a hook for its gradient."""
+    return [*versions_of(given), *(len(each._backward_hooks or ()) for each in given)]
 
 
 class _Modes(NamedTuple):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fp8booster.comm.observer import observer
 from fp8booster.nn.graphs import recorder
-from fp8booster.nn.graphs.breaks import Result, breaking_at, noted_breaks
+from fp8booster.nn.graphs.breaks import COMPUTED_AGAIN, Result, breaking_at, noted_breaks
 from fp8booster.nn.graphs.call_state import (
     CHECKPOINTING,
     autocast_dtype,
@@ -277,7 +277,7 @@ class LayerGraphs:
         if recompute and kind.draws:
             kind.why_not = "it draws random numbers, which checkpointing must draw again"
         if recompute and kind.results:
-            kind.why_not = "checkpointing must compute again what runs eagerly in it"
+            kind.why_not = COMPUTED_AGAIN
         seconds: list[float] = []
         # how long a GPU takes that waits for another rank's host says nothing of this one
         if not kind.pairs and kind.why_not is None and self.shared.only_where_host_limits and not kind.sends:

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fp8booster import capture_layers
 from fp8booster.nn.graphs import captured_layers
-from fp8booster.nn.graphs.breaks import run_eagerly
+from fp8booster.nn.graphs.breaks import COMPUTED_AGAIN, run_eagerly
 from fp8booster.nn.graphs.layer import WARM_UP
 from tests.nn.graphs.test_breaks import LAYERS, assert_equal, in_a_model, trained
 
@@ -128,10 +129,23 @@ def changed_in_place(self: Layer, x: torch.Tensor) -> torch.Tensor:
     return x * found
 
 
+def hooked(self: Layer, x: torch.Tensor) -> torch.Tensor:
+    def call(given: torch.Tensor) -> torch.Tensor:
+        given.register_hook(lambda gradient: 2 * gradient)
+        return self.inside(given)
+
+    return x * run_eagerly(call, x)
+
+
 def elsewhere(self: Layer, x: torch.Tensor) -> torch.Tensor:
     return x * run_eagerly(lambda given: torch.ones(given.shape[-1], device="meta"), x).numel()
 
 
+def checkpointed(self: Layer, x: torch.Tensor) -> torch.Tensor:
+    return x + checkpoint(lambda given: run_eagerly(self.inside, given.sin()).cos(), x, use_reentrant=False)
+
+
+CHANGES = "what must run eagerly in it changes or hooks what it is given, of which graphs know nothing"
 FROM_CALL_TO_CALL = "what must run eagerly in it gives other sizes, types or constants from call to call"
 
 
@@ -140,10 +154,9 @@ FROM_CALL_TO_CALL = "what must run eagerly in it gives other sizes, types or con
     [
         (other_numbers, FROM_CALL_TO_CALL),
         (other_sizes, FROM_CALL_TO_CALL),
-        (
-            changed_in_place,
-            "what must run eagerly in it changes in place what it is given, of which graphs know nothing",
-        ),
+        (changed_in_place, CHANGES),
+        (hooked, CHANGES),
+        (checkpointed, COMPUTED_AGAIN),
         (elsewhere, "what must run eagerly in it gives a tensor of another device"),
     ],
 )
