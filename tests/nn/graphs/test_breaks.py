@@ -265,7 +265,9 @@ def test_what_runs_eagerly_may_change_between_replays(device: torch.device) -> N
                     layer.block["told"].inside = nn.Sequential(nn.Linear(8, 8), nn.Tanh()).to(device)
             captured.load_state_dict(eager.state_dict())
         assert_equal(trained(eager, step), trained(captured, step))
-    assert captured_layers(captured) == {None: LAYERS}
+        # what graphs give them may be another thing now
+        again = range(WARM_UP + 2, 2 * WARM_UP + 2)
+        assert captured_layers(captured) == {TOO_EARLY if step < WARM_UP or step in again else None: LAYERS}
     for each in (eager, captured):
         each.requires_grad_(False)
         each[0].norm.requires_grad_()
