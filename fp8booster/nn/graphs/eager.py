@@ -1,4 +1,4 @@
-"""What of a layer must run eagerly, so that its graphs break there.
+"""Finds what of a layer must run eagerly, so that its graphs break there.
 
 A module tells by an attribute `why_eager` that no graph can hold it, or None. It tells so of itself, or of what it
 holds as `experts`. Experts of which nobody tells are taken for a loop that asks which tokens each expert gets. A module
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 COUNTED = "the host must know how many tokens an expert gets"
-"""Why experts run eagerly whose products need sizes that a router decides."""
+"""The reason why experts run eagerly whose products need sizes that a router decides."""
 
 
 class EagerPart(NamedTuple):

@@ -31,11 +31,11 @@ class Held:
         self._may_be_eager = eager_parts(everything)
         self._whys = list(map(_WHY, self._may_be_eager))
         self.eager = [part for part in self._may_be_eager if part.why is not None]
-        """What runs eagerly, between graphs."""
+        """Parts that run eagerly, between graphs."""
 
         apart = modules_apart(self.eager)
         self.modules = modules = [module for module in everything if module not in apart]
-        """Those that graphs hold."""
+        """Modules that graphs hold."""
 
         eager = [module for module in everything if module in apart]
         self._apart = [each for module in eager for each in module._parameters.values() if each is not None]

@@ -172,7 +172,7 @@ class LayerGraphs:
 
     @property
     def breaks(self) -> set[str]:
-        """Why parts of the layer run eagerly, between graphs."""
+        """Return the reasons why parts of the layer run eagerly, between graphs."""
         return set() if self._held is None else {part.why for part in self._held.eager if part.why is not None}
 
     def _why_never(self, held: Held) -> str | None:

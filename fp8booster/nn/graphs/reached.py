@@ -1,4 +1,4 @@
-"""What a forward can read of a layer's modules besides parameters and buffers: attributes, and what these hold in turn.
+"""Finds what a forward can read of modules besides parameters and buffers: attributes, and what these hold in turn.
 
 A graph has all of it for good: numbers, modes, names, functions, and where tensors lie.
 """
