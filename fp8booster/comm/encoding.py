@@ -135,13 +135,13 @@ class Parts(NamedTuple):
     """One dimension, contiguous; their values follow each other in the message."""
 
     layouts: Sequence[MessageLayout]
-    """Of each tensor."""
+    """Layouts of the tensors, one each."""
 
     sizes: list[int] | None
     """Bytes for each rank; None: all are of one size."""
 
     bytes: int
-    """Of the message."""
+    """Length of the message."""
 
     @classmethod
     def even(cls, tensor: Tensor, ranks: int, encoding: Encoding) -> Parts:

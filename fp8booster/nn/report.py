@@ -166,7 +166,7 @@ class Report:
     """How many layers are replayed as CUDA graphs in training, beside None, and how many are not, beside the reason."""
 
     graph_breaks: tuple[tuple[str, int], ...] = ()
-    """Why something runs eagerly between the graphs of replayed layers, and in how many."""
+    """Reasons why something runs eagerly between the graphs of replayed layers, and in how many."""
 
     @property
     def fp8(self) -> tuple[LayerRow, ...]:

@@ -170,7 +170,7 @@ class FP8Experts(nn.Module):
 
     @property
     def breaks_itself(self) -> bool:
-        """As `graphs.eager` asks: what sends tokens to other ranks does."""
+        """Tell whether its code breaks graphs (`graphs.eager`): it does where tokens are sent to other ranks."""
         return self._sends
 
     @property

@@ -30,7 +30,7 @@ from fp8booster.nn.experts.loads import note_choice
 from fp8booster.nn.experts.routing import Routes, count_rows, spread, weighted_sum
 from fp8booster.nn.experts.spread import EXCHANGED, Rows, Run, Spread
 from fp8booster.nn.fused.trials import computes, numbers, on_numbers
-from fp8booster.nn.graphs.breaks import run_eagerly
+from fp8booster.nn.graphs.breaks import call_eagerly, run_eagerly
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import cached_by_class, change_class, mixed_class
 from fp8booster.nn.weights.casting import Casts
@@ -181,7 +181,7 @@ class SoftmaxMixture(Mixture):
         tried_so = (len(args) == 1 and not kwargs) or (not args and kwargs.keys() == {"hidden_states"})
         draws_noise = self.training and getattr(self, "jitter_noise", 0) > 0
         if self._runs_own_code(tried_so, original.forward is forward, draws_noise):
-            return run_eagerly(partial(_call, super().forward), args, kwargs)
+            return call_eagerly(super().forward, args, kwargs)
         hidden_states = args[0] if args else kwargs["hidden_states"]
         tokens = as_rows(hidden_states)
         logits = self.gate(tokens)
@@ -209,12 +209,8 @@ class ChosenMixture(Mixture):
         """Return [T, H] of tokens [T, H] with their experts and these' weights, [T, k]."""
         original, moe = self.tried
         if self._runs_own_code(len(args) == 3 and not kwargs, original.moe is moe):
-            return run_eagerly(partial(_call, partial(original.moe, self)), args, kwargs)
+            return call_eagerly(partial(original.moe, self), args, kwargs)
         return self.mix(*args)
-
-
-def _call(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    return function(*args, **kwargs)
 
 
 class Routing(NamedTuple):

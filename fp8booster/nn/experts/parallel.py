@@ -42,7 +42,7 @@ class SpreadExperts(nn.Module):
 
     @property
     def breaks_itself(self) -> bool:
-        """As `graphs.eager` asks: what sends tokens to other ranks does."""
+        """Tell whether its code breaks graphs (`graphs.eager`): it does where tokens are sent to other ranks."""
         return self.fp8_spread.sends
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -52,6 +52,15 @@ def run_eagerly(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args) if handler is None else handler(function, args)
 
 
+def call_eagerly(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Call a function that no graph can hold with arguments by name too; else as `run_eagerly`."""
+    return run_eagerly(partial(_called, function), args, kwargs)
+
+
+def _called(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    return function(*args, **kwargs)
+
+
 def is_captured() -> bool:
     """Tell whether a graph is being made of what surrounds this: the host cannot wait for values."""
     return _here.captures
@@ -253,7 +262,7 @@ class Break:
         """Places of the gradients of `inputs`, when backward goes on behind the call; None where there is none."""
 
         self.gradients: list[Tensor | None] = [None] * len(self.outputs)
-        """Of `outputs`, as backward found them last."""
+        """Gradients of `outputs`, as backward found them last."""
 
         self.went_back = False
         """Backward has come to the call."""
@@ -342,14 +351,10 @@ def _breaking(module: nn.Module) -> Iterator[None]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if _here.handler is None:
             return (before or module._call_impl)(*args, **kwargs)
-        return run_eagerly(partial(_call, module), args, kwargs)
+        return call_eagerly(module, args, kwargs)
 
     module._compiled_call_impl = call
     try:
         yield
     finally:
         module._compiled_call_impl = before
-
-
-def _call(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-    return module(*args, **kwargs)

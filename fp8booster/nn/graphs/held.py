@@ -37,8 +37,8 @@ class Held:
         self.modules = modules = [module for module in everything if module not in apart]
         """Modules that graphs hold."""
 
-        eager = [module for module in everything if module in apart]
-        self._apart = [each for module in eager for each in module._parameters.values() if each is not None]
+        inside = [module for module in everything if module in apart]
+        self._apart = [each for module in inside for each in module._parameters.values() if each is not None]
         self._are_trained = list(map(_REQUIRES_GRAD, self._apart))
         self._layer = layer
         self.waits = [(hook, module) for module in modules for hook in waiting_hooks(module)]
@@ -57,7 +57,7 @@ class Held:
         registered = [of_module for module in modules for of_module in _PARTS(module)]
         registered += [hooks for part in self.eager for hooks in _HOOKS(part.called)]
         # graphs prepare what eager modules read, as experts that an adapter is put around read it otherwise
-        registered += [module._modules for module in eager]
+        registered += [module._modules for module in inside]
         self._empty = [each for each in (*reached.holders, *registered) if not each]
         self._views = [*reached.views, *(each.values() for each in registered if each)]
         self._objects = [*chain.from_iterable(self._views), _END]
@@ -72,7 +72,7 @@ class Held:
             *zip(map(id, self._parameters), self._kinds, strict=True),
             *self._whys,
             *self._are_trained,
-            *map(id, eager),
+            *map(id, inside),
         ]
         """What graphs are of, besides settings."""
 

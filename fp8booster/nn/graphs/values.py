@@ -1,4 +1,4 @@
-"""What a call is given and returns: tensors that a graph has places for, and constants that it has for good."""
+"""Takes apart what a call is given and returns: tensors, which have places, and constants, which a graph keeps."""
 
 from __future__ import annotations
 
