@@ -390,6 +390,8 @@ def test_layers_are_captured_around_experts_that_are_modules(
     assert captured_layers(models[1]) == {why_not: LAYERS}
     line = f", graphs of {LAYERS} layers broken ({LOOKED_AT})"
     assert (line in report(models[1]).summary()) != checkpointed
+    if device.type == "cuda" and not checkpointed:
+        return  # a replay calls no Python
     # the norm behind a replayed attention adds its output to the residual stream
     adds: list[bool] = []
     row_norm = norm.row_norm

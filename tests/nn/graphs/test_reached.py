@@ -77,7 +77,7 @@ CHANGES: dict[str, Callable[[Layer], object]] = {
     "a key": lambda layer: layer.nested.update(other=layer.nested.pop("default")),
     "an ordered dict": lambda layer: layer.ordered.update(a=2.0),
     "a deque": lambda layer: layer.queue.append(2.0),
-    "a tensor in a list": lambda layer: layer.masks.__setitem__(0, torch.ones(32)),
+    "a tensor in a list": lambda layer: layer.masks.__setitem__(0, torch.ones_like(layer.masks[0])),
     "the class of a module": change_class_forward,
 }
 
