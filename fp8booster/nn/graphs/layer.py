@@ -57,6 +57,13 @@ MOST_OF_HOST = 1.5
 in which the GPU waits, and copies into and out of graphs would cost up to 4 %. One that sends to other ranks is
 captured whatever it takes, for its kernels wait for the slowest host."""
 
+NO_WAIT = 1.1
+"""A layer's forward that takes the GPU more than so many times as long as the host: the GPU waits for no launch of it,
+and copies of gradients out of graphs would only cost. One that waits for each takes as long as the host."""
+
+LEAST_GAIN = 0.01
+"""Copies that take less than this part of a layer's time do not count."""
+
 COPY_RATE = 1.1e12
 """Bytes a second of gradients that graphs copy out, on an H100: those of experts, of which no product can be told where
 to write, took 4.3 ms of a step for 4.8 GB (benchmarks/results/h100/experts-rows.md)."""
@@ -413,8 +420,9 @@ def _nothing() -> tuple[int, int]:
 
 def _why_leave_alone(host_seconds: float, gpu_seconds: list[float], copied: int) -> str | None:
     # a GPU that waits for the host takes as long as that; the first calls compile kernels
-    saved = MOST_OF_HOST * host_seconds - min(gpu_seconds)
-    if saved < 0.0:
+    gpu = min(gpu_seconds)
+    if gpu > MOST_OF_HOST * host_seconds:
         return "the GPU takes longer than the host"
     # backward takes about twice as long as forward, on the host and on the GPU
-    return "graphs would copy gradients for longer than the host takes" if 3.0 * saved < copied / COPY_RATE else None
+    least = MOST_OF_HOST * host_seconds - gpu if gpu <= NO_WAIT * host_seconds else LEAST_GAIN * gpu
+    return "graphs would copy gradients for longer than the host takes" if 3.0 * least < copied / COPY_RATE else None

@@ -30,21 +30,21 @@ class Pair(nn.Module):
         return self.other(self.one(x).relu())
 
 
+COPIES = "graphs would copy gradients for longer than the host takes"
+
 GRADIENT_BYTES = 4 * sum(parameter.numel() for parameter in Pair().parameters())
 
 
 @pytest.mark.parametrize(
     ("host", "gpu", "rate", "found"),
     [
-        # the shortest of the first calls count: of 0.05 s that graphs save in forward, 0.15 in all
+        # the shortest of the first calls count; here the GPU waits for nothing: copies may take 1 % of its 1.6 s
         ((9.0, 1.1, 9.0), (2.0, 9.0, 1.6), layer_module.COPY_RATE, None),
-        ((9.0, 1.1, 9.0), (2.0, 9.0, 1.6), GRADIENT_BYTES / 0.14, None),
-        (
-            (9.0, 1.1, 9.0),
-            (2.0, 9.0, 1.6),
-            GRADIENT_BYTES / 0.16,
-            "graphs would copy gradients for longer than the host takes",
-        ),
+        ((9.0, 1.1, 9.0), (2.0, 9.0, 1.6), GRADIENT_BYTES / 0.047, None),
+        ((9.0, 1.1, 9.0), (2.0, 9.0, 1.6), GRADIENT_BYTES / 0.049, COPIES),
+        # here it may wait: of 0.65 s that graphs save in forward, 1.95 in all
+        ((9.0, 1.5, 9.0), (2.0, 9.0, 1.6), GRADIENT_BYTES / 1.94, None),
+        ((9.0, 1.5, 9.0), (2.0, 9.0, 1.6), GRADIENT_BYTES / 1.96, COPIES),
         ((9.0, 1.0, 9.0), (2.0, 9.0, 1.6), layer_module.COPY_RATE, "the GPU takes longer than the host"),
         ((9.0, 1.0, 9.0), (2.0, 9.0, None), layer_module.COPY_RATE, TOO_EARLY),  # it is behind
     ],
