@@ -207,7 +207,7 @@ def _run(
     if weights is not None and backward:
         dweights = partials.new_empty(weights.values.numel(), column_tiles)
     of_rows = (out, out) if weights is None else weights
-    launch(dy if backward else out, x, up, *codes, *of_rows, dweights, out, partials)
+    launch(programs, dy if backward else out, x, up, *codes, *of_rows, dweights, out, partials)
     if dweights is partials:
         return partials, None
     of_weights = dweights.sum(1) if column_tiles > 1 else dweights
@@ -225,7 +225,7 @@ def _launch(
     programs = min(tile_count, PROGRAMS * processors(device))
     numbers = (rows, columns, *strides, column_tiles, tile_count)
     tile = {"TILE_ROWS": TILE_ROWS, "TILE_COLUMNS": TILE_COLUMNS}
-    return Launch(activation_kernel, programs, numbers, **constants, **tile), programs, column_tiles
+    return Launch(activation_kernel, numbers, **constants, **tile), programs, column_tiles
 
 
 def activate_triton(

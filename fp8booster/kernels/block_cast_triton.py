@@ -205,6 +205,9 @@ TENSORWISE_BLOCK = 1024  # row of a tile where one scale serves all blocks
 LAUNCHES = 4096  # remembered of each kind: enough for the gradients of a step, encoded from where they lie
 
 
+_NONE = 2**62  # a number of values behind the last of any tensor
+
+
 class _Tiling(NamedTuple):
     """Division of a piece among the programs of a kernel."""
 
@@ -241,9 +244,17 @@ def _without_ones(values: Tensor, part: int, pieces: int) -> tuple[Tensor, int]:
     return (F.pad(values.flatten(), (0, 1)) if values.numel() == 1 else values), part
 
 
+def _end_of(values: Tensor, full: int) -> int:
+    """Return the number behind the last of the values: the same of all that fill their pieces.
+
+    So messages of rows, whose number is another each time, find one launch.
+    """
+    return _NONE if values.numel() >= full else values.numel()
+
+
 @functools.lru_cache(maxsize=LAUNCHES)
 def _encode_launch(
-    layout: MessageLayout,
+    piece: MessageLayout,
     total: int,
     part: int,
     first: int,
@@ -251,21 +262,21 @@ def _encode_launch(
     partial_count: int,
     dtype: torch.dtype,
     power_of_two: bool,
-) -> Launch:
-    """Return the launch of `encode_kernel`; up to the last tile where `end` is None."""
-    tiling = _tiling(layout)
+) -> tuple[Launch, int]:
+    """Return the launch of `encode_kernel`, up to the last tile where `end` is None, and the tiles of a piece."""
+    tiling = _tiling(piece)
     end = tiling.end if end is None else end
     tiles = ceil_div(end - first, tiling.tile["TILE_BLOCKS"])
-    return Launch(
+    launch = Launch(
         encode_kernel,
-        tiles * layout.pieces,
-        (partial_count, total, part, first, end, tiles, layout.count, layout.piece_bytes),
+        (partial_count, total, part, first, end, tiles, piece.count, piece.bytes),
         num_warps=WARPS,
         enable_fp_fusion=False,
         **rounding(dtype, power_of_two),
         PARTIALS_BLOCK=1 << (partial_count - 1).bit_length(),
         **tiling.tile,
     )
+    return launch, tiles
 
 
 def encode_triton(
@@ -289,8 +300,9 @@ def encode_triton(
         partials = partial_amaxes_triton(values.view(1, -1))
         partial_count = partials.numel()
     values, part = _without_ones(values, layout.count, layout.pieces)
-    launch = _encode_launch(layout, values.numel(), part, 0, None, partial_count, dtype, power_of_two)
-    launch(values, message, partials)
+    total = _end_of(values, part * layout.pieces)
+    launch, tiles = _encode_launch(layout.piece, total, part, 0, None, partial_count, dtype, power_of_two)
+    launch(tiles * layout.pieces, values, message, partials)
 
 
 def _encode_side_by_side(
@@ -306,37 +318,42 @@ def _encode_side_by_side(
         part = tensor.numel() // pieces
         end = layout.scale_count if tensor is parts[-1] else first + part // block
         tensor, part = _without_ones(tensor, part, pieces)
-        launch = _encode_launch(layout, tensor.numel(), part, first, end, 1, dtype, power_of_two)
-        launch(tensor, message, message)
+        total = _end_of(tensor, part * pieces)
+        launch, tiles = _encode_launch(layout.piece, total, part, first, end, 1, dtype, power_of_two)
+        launch(tiles * pieces, tensor, message, message)
         first = end  # the next tensor's blocks follow in each piece
 
 
 @functools.lru_cache(maxsize=LAUNCHES)
-def _decode_launch(layout: MessageLayout, total: int, dtype: torch.dtype) -> Launch:
-    tiling = _tiling(layout)
-    return Launch(
+def _decode_launch(piece: MessageLayout, total: int, dtype: torch.dtype) -> tuple[Launch, int]:
+    """Return the launch of `decode_kernel`, and the tiles of a piece."""
+    tiling = _tiling(piece)
+    launch = Launch(
         decode_kernel,
-        tiling.tiles * layout.pieces,
-        (total, tiling.tiles, layout.count, layout.piece_bytes),
+        (total, tiling.tiles, piece.count, piece.bytes),
         num_warps=WARPS,
         enable_fp_fusion=False,
         E4M3=dtype is formats.E4M3,
         **tiling.tile,
     )
+    return launch, tiling.tiles
 
 
 def decode_triton(message: Tensor, values: Tensor, layout: MessageLayout, dtype: torch.dtype) -> None:
     """Compute `decode`, byte for byte."""
     if layout.bytes == 0:
         return
-    _decode_launch(layout, values.numel(), dtype)(message, values)
+    total = _end_of(values, layout.count * layout.pieces)
+    launch, tiles = _decode_launch(layout.piece, total, dtype)
+    launch(tiles * layout.pieces, message, values)
 
 
 def decode_sum_triton(
     messages: Tensor, values: Tensor, layout: MessageLayout, dtype: torch.dtype, factor: float = 1.0
 ) -> None:
     """Compute `decode_sum`, byte for byte."""
-    _sum_launch(layout, values.numel(), dtype, factor, False, False)(messages, values)
+    launch, programs = _sum_launch(layout, values.numel(), dtype, factor, False, False)
+    launch(programs, messages, values)
 
 
 def decode_sum_encode_triton(
@@ -353,17 +370,18 @@ def decode_sum_encode_triton(
         decode_sum_triton(messages, total, layout, dtype, factor)
         encode_triton(total, message, layout.piece, dtype, power_of_two)
         return
-    _sum_launch(layout, layout.count, dtype, factor, True, power_of_two)(messages, message)
+    launch, programs = _sum_launch(layout, layout.count, dtype, factor, True, power_of_two)
+    launch(programs, messages, message)
 
 
 @functools.lru_cache(maxsize=LAUNCHES)
 def _sum_launch(
     layout: MessageLayout, total: int, dtype: torch.dtype, factor: float, encode: bool, power_of_two: bool
-) -> Launch:
+) -> tuple[Launch, int]:
+    """Return the launch of `sum_kernel`, and its number of programs."""
     tiling = _tiling(layout)
-    return Launch(
+    launch = Launch(
         sum_kernel,
-        tiling.tiles,
         (total, tiling.end, layout.count, layout.piece_bytes, float(factor)),
         num_warps=SUM_WARPS,
         enable_fp_fusion=False,
@@ -372,3 +390,4 @@ def _sum_launch(
         ENCODE=encode,
         **tiling.tile,
     )
+    return launch, tiling.tiles

@@ -240,7 +240,7 @@ def partial_amaxes_triton(matrix: Tensor) -> Tensor:
     else:
         launch, programs = _amax_launch(*matrix.shape, matrix.stride(), matrix.device)
     partials = new_partials(programs, matrix)
-    launch(matrix, partials)
+    launch(programs, matrix, partials)
     return partials
 
 
@@ -253,7 +253,7 @@ def _amax_launch(rows: int, columns: int, strides: tuple[int, ...] | None, devic
     programs = min(tile_count, processors(device) * _AMAX_PROGRAMS_PER_PROCESSOR)
     numbers = (rows, columns, *((columns, 1) if strides is None else strides), column_tiles, tile_count)
     options = {"num_warps": _AMAX_WARPS, "TILE_ROWS": tile_rows, "TILE_COLUMNS": tile_columns}
-    return Launch(amax_kernel, programs, numbers, **options), programs
+    return Launch(amax_kernel, numbers, **options), programs
 
 
 def cast_triton(
@@ -283,7 +283,7 @@ def cast_triton(
     inverse_scale = matrix.new_empty((), dtype=torch.float32)
     amaxes = (new_partials(tiles, matrix),) if finds_amaxes else ()
     # a pointer that is not written needs some tensor
-    launch(matrix, partials, data, transpose, inverse_scale, *(amaxes or (inverse_scale,)))
+    launch(tiles, matrix, partials, data, transpose, inverse_scale, *(amaxes or (inverse_scale,)))
     return data, transpose, inverse_scale, *amaxes
 
 
@@ -308,7 +308,6 @@ def _cast_launch(
     tiles = column_tiles * ceil_div(out_rows, tile_rows)
     launch = Launch(
         cast_kernel,
-        tiles,
         (partial_count, rows, columns, *strides, out_rows, out_columns, column_tiles),
         **rounding(dtype, power_of_two),
         PLAIN=plain,
@@ -338,10 +337,10 @@ def note_amax_triton(
 ) -> None:
     """Compute `note_amax`, byte for byte."""
     amaxes = amaxes.contiguous()
-    _note_launch(amaxes.numel(), history.numel() - 1, factor, new_step)(history, amaxes, inverse_scale)
+    _note_launch(amaxes.numel(), history.numel() - 1, factor, new_step)(1, history, amaxes, inverse_scale)
 
 
 @functools.lru_cache(maxsize=MOST_LAUNCHES)
 def _note_launch(count: int, steps: int, factor: float, new_step: bool) -> Launch:
     blocks = {"BLOCK": min(_NOTE_BLOCK, block_over(count)), "STEPS_BLOCK": block_over(steps)}
-    return Launch(note_kernel, 1, (count, steps, float(factor)), NEW_STEP=new_step, **blocks)
+    return Launch(note_kernel, (count, steps, float(factor)), NEW_STEP=new_step, **blocks)

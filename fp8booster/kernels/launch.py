@@ -77,11 +77,10 @@ _variants: dict[tuple, dict[tuple, tuple[triton.compiler.CompiledKernel, Callabl
 
 
 class Launch:
-    """A launch of a kernel of which all but the tensors is known.
+    """A launch of a kernel of which all but the tensors and the grid is known.
 
     Args:
         kernel: its parameters are pointers, then numbers, then compile-time constants.
-        programs: size of the grid, of one dimension or of two.
         numbers: the integers, and floats.
         num_warps: warps a program.
         enable_fp_fusion: whether the compiler may fuse a product and a sum into one rounding.
@@ -91,7 +90,6 @@ class Launch:
     def __init__(
         self,
         kernel: triton.JITFunction,
-        programs: int | tuple[int, int],
         numbers: tuple[int | float, ...],
         *,
         num_warps: int = 4,
@@ -99,29 +97,33 @@ class Launch:
         **constants: Any,
     ) -> None:
         self._kernel, self._numbers = kernel, numbers
-        self._grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
         self._options = {"num_warps": num_warps, "enable_fp_fusion": enable_fp_fusion, **constants}
         self._behind_pointers = (*numbers, *constants.values())
-        kinds = [_kind(number) for number in numbers]
-        key = (kernel.fn, num_warps, enable_fp_fusion, *constants.values(), *kinds)
+        key = (kernel.fn, num_warps, enable_fp_fusion, *constants.values(), *map(_kind, numbers))
         self._compiled = _variants.setdefault(key, {})
 
-    def __call__(self, *tensors: Tensor) -> None:
-        """Run the kernel on tensors of one device, on that device's current stream."""
+    def __call__(self, programs: int | tuple[int, int], *tensors: Tensor) -> None:
+        """Run the kernel on tensors of one device, on that device's current stream.
+
+        Args:
+            programs: size of the grid, of one dimension or of two.
+            tensors: for the pointers.
+        """
         device = tensors[0].get_device()
         if device >= 0 and device != torch._C._cuda_getDevice():  # a kernel runs on the current device's stream
             with torch.cuda.device(device):
-                self(*tensors)
+                self(programs, *tensors)
             return
+        grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
         if not _CALLS_COMPILED:
-            self._kernel[self._grid](*tensors, *self._numbers, **self._options)
+            self._kernel[grid](*tensors, *self._numbers, **self._options)
             return
         pointers = tuple(map(Tensor.data_ptr, tensors))
         # what Triton makes variants by, beside the numbers: types and alignment of pointers
         key = (device, *map(_dtype, tensors), *map(_beyond_16_bytes, pointers))
         found = self._compiled.get(key)
         if found is None:
-            compiled = self._kernel[self._grid](*tensors, *self._numbers, **self._options)
+            compiled = self._kernel[grid](*tensors, *self._numbers, **self._options)
             if compiled is not None:  # Triton's interpreter compiles nothing
                 of_kernel = (compiled.function, compiled.packed_metadata, None, None, None)
                 self._compiled[key] = compiled, compiled.run, of_kernel
@@ -131,9 +133,9 @@ class Launch:
         hooks = triton.knobs.runtime
         # a profiler's hooks are called by Triton's own call, with metadata that costs what is saved here
         if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
-            compiled[self._grid](*pointers, *self._behind_pointers, stream=stream)
+            compiled[grid](*pointers, *self._behind_pointers, stream=stream)
             return
-        run(*self._grid, stream, *of_kernel, *pointers, *self._behind_pointers)
+        run(*grid, stream, *of_kernel, *pointers, *self._behind_pointers)
 
 
 # where sizes never repeat, as with tokens sent to experts, launches are forgotten from here on; variants are not
@@ -157,12 +159,12 @@ def launch(
     A number is always an integer or always a float.
     """
     # by its function, for a kernel's own hash takes a lock
-    key = (kernel.fn, programs, num_warps, enable_fp_fusion, numbers, *constants.values())
+    key = (kernel.fn, num_warps, enable_fp_fusion, numbers, *constants.values())
     found = _launches.get(key)
     if found is None:
         if len(_launches) >= MOST_LAUNCHES:
             _launches.clear()
         found = _launches[key] = Launch(
-            kernel, programs, numbers, num_warps=num_warps, enable_fp_fusion=enable_fp_fusion, **constants
+            kernel, numbers, num_warps=num_warps, enable_fp_fusion=enable_fp_fusion, **constants
         )
-    found(*tensors)
+    found(programs, *tensors)

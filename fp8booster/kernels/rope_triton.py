@@ -269,7 +269,7 @@ def rotate_back_triton(
     )
     partials = new_partials(programs, dq)
     dqkv = dq.new_empty((*dq.shape[:2], dq.shape[2] + 2 * dk.shape[2], dq.shape[3]))
-    launch(dq, dk, dv, cos, sin, dqkv, partials)
+    launch(programs, dq, dk, dv, cos, sin, dqkv, partials)
     return dqkv, partials
 
 
@@ -293,7 +293,6 @@ def _back_launch(
     of_heads = query_heads, key_heads, query_heads // groups, key_heads // groups
     launch = Launch(
         rotate_back_kernel,
-        programs,
         (tokens, sequence, *of_heads, size, half, angles_shape[0] * sequence, *strides),
         PARTIAL=2 * half < size,
         INTERLEAVED=interleaved,

@@ -231,7 +231,7 @@ def _launch(
     most = at_once * processors(device)
     programs = min(rows, max(kinds, most // kinds * kinds))  # so many that a program's rows are all of one kind
     kernel = row_norm_backward_kernel if backward else row_norm_kernel
-    return Launch(kernel, programs, (rows, columns, kinds), num_warps=warps, **constants, BLOCK=block), programs
+    return Launch(kernel, (rows, columns, kinds), num_warps=warps, **constants, BLOCK=block), programs
 
 
 def row_norm_triton(
@@ -265,7 +265,7 @@ def row_norm_triton(
     written = new_codes(x) if encoded else None
     # pointers that are not read need some tensor
     added = x if residual is None else residual, weight, weight if bias is None else bias
-    launch(x, *added, y, h, inverse_rms, partials, *(written or (y, y)))
+    launch(programs, x, *added, y, h, inverse_rms, partials, *(written or (y, y)))
     return Normalized(y, h, inverse_rms, partials, written)
 
 
@@ -316,7 +316,7 @@ def row_norm_backward_triton(
     dbiases = torch.empty_like(dweights) if biased else None
     codes = h if decoded else (h, h)
     summed = dweights, dweights if dbiases is None else dbiases
-    launch(dy, *codes, weight, inverse_rms, dy if dh is None else dh, dx, *summed, partials)
+    launch(programs, dy, *codes, weight, inverse_rms, dy if dh is None else dh, dx, *summed, partials)
     # by torch, in one order: atomics would add a weight's gradient in another order at every run
     dweight, dbias = (
         None if each is None else each.view(-1, *weight.shape).sum(0).to(weight.dtype) for each in (dweights, dbiases)
