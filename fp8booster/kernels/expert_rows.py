@@ -36,6 +36,16 @@ def most_rows(choices: int, experts: int) -> int:
     return choices // ALIGNMENT * ALIGNMENT + ALIGNMENT * experts
 
 
+SENT_ROWS = 256
+"""M of choices that other ranks send is a multiple of this, for their number is another at each call: so sizes repeat,
+and with them launches."""
+
+
+def most_sent_rows(choices: int, experts: int) -> int:
+    """Return M where choices are sent."""
+    return -(-most_rows(choices, experts) // SENT_ROWS) * SENT_ROWS
+
+
 @operator()
 def expert_rows(owners: Tensor, experts: int, padded: bool = True) -> ExpertRows:
     """Lay choices out as the rows of their experts.
@@ -45,7 +55,11 @@ def expert_rows(owners: Tensor, experts: int, padded: bool = True) -> ExpertRows
         experts: their number, G.
         padded: False: as many rows as choices.
     """
-    device, most = owners.device, most_rows(len(owners), experts) if padded else len(owners)
+    return _laid_out(owners, experts, most_rows(len(owners), experts) if padded else len(owners), padded)
+
+
+def _laid_out(owners: Tensor, experts: int, most: int, padded: bool) -> ExpertRows:
+    device = owners.device
     by_expert, order = owners.sort(stable=True)
     begins = torch.searchsorted(by_expert, torch.arange(experts + 1, dtype=owners.dtype, device=device))
     sizes = begins.diff()
@@ -95,10 +109,11 @@ def owners_of(counts: Tensor, choices: int) -> Tensor:
 
 @operator()
 def sent_rows(counts: Tensor, choices: int) -> ExpertRows:
-    """Lay out choices that lie by sender, and of each sender by expert, as `expert_rows` does.
+    """Lay out choices that lie by sender, and of each sender by expert, as `expert_rows` does, in `most_sent_rows`.
 
     Args:
         counts: int64 [senders, G], each row contiguous: choices from each sender for each expert; they add up to N.
         choices: their number, N.
     """
-    return expert_rows.reference(owners_of(counts, choices), counts.shape[1])
+    experts = counts.shape[1]
+    return _laid_out(owners_of(counts, choices), experts, most_sent_rows(choices, experts), padded=True)

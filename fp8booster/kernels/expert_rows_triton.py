@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fp8booster.kernels.alignment import ALIGNMENT
 from fp8booster.kernels.cast_triton import largest_partial
-from fp8booster.kernels.expert_rows import ExpertRows, most_rows
+from fp8booster.kernels.expert_rows import ExpertRows, most_rows, most_sent_rows
 from fp8booster.kernels.launch import block_over, ceil_div, launch
 
 COUNTED, PLACED, PART = 512, 128, 32
@@ -243,7 +243,7 @@ def expert_rows_triton(owners: Tensor, experts: int, padded: bool = True) -> Exp
 def sent_rows_triton(counts: Tensor, choices: int) -> ExpertRows:
     """Compute `sent_rows`, number for number."""
     senders, experts = counts.shape
-    most = most_rows(choices, experts)
+    most = most_sent_rows(choices, experts)
     ends, held = (counts.new_empty(size, dtype=torch.int32) for size in (experts, most))
     places = counts.new_empty(choices)
     launch(

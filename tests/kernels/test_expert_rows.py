@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from fp8booster.kernels.expert_rows import ExpertRows, count_choices, expert_rows, sent_rows
+from fp8booster.kernels.expert_rows import SENT_ROWS, ExpertRows, count_choices, expert_rows, most_sent_rows, sent_rows
 from tests.kernels.interpreted import all_of, interpreted
 
 CASES = {
@@ -82,7 +82,11 @@ SENT = {
 def test_what_senders_sent_lies_as_its_choices_do_by_expert(counts: list[list[int]]) -> None:
     owners = [expert for sender in counts for expert, count in enumerate(sender) for _ in range(count)]
     found = sent_rows(torch.tensor(counts), len(owners))
-    assert [each.tolist() for each in found] == list(by_loop(owners, len(counts[0])))
+    ends, places, choices = by_loop(owners, len(counts[0]))
+    most = most_sent_rows(len(owners), len(counts[0]))
+    assert most % SENT_ROWS == 0 <= most - len(choices) < SENT_ROWS
+    right = [[*ends[:-1], most], places, choices + [-1] * (most - len(choices))]
+    assert [each.tolist() for each in found] == right
     assert [each.dtype for each in found] == [torch.int32, torch.int64, torch.int32]
 
 
