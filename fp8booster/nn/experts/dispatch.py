@@ -11,12 +11,13 @@ every rank has a gradient for every expert that it holds, in the same order, as 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from fp8booster.comm.collectives import all_to_all_single
-from fp8booster.comm.encoding import DEFAULT, Encoding
+from fp8booster.comm.encoding import Encoding
+from fp8booster.comm.rows import decode_rows, encode_rows, send_rows, why_not_encoded
 from fp8booster.nn.experts.fp8_rows import FP8Rows, values_of, with_amax
 from fp8booster.nn.experts.grouped import Grouped
 from fp8booster.nn.experts.host_copy import HostCopy
@@ -25,41 +26,70 @@ from fp8booster.nn.linear.functional import linear_map
 Expert = Callable[[torch.Tensor], torch.Tensor]
 
 
-def send_rows(
-    rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup, encoding: Encoding | None
-) -> torch.Tensor:
-    """Send rows as `exchange_rows` does; not differentiable."""
-    output = rows.new_empty((sum(received), *rows.shape[1:]))
-    if encoding is None:
-        dist.all_to_all_single(output, rows.contiguous(), received, sent, group)
-    else:
-        all_to_all_single(output, rows.contiguous(), received, sent, group, encoding=encoding)
-    return output
+class Wire(NamedTuple):
+    """How rows go between the ranks that hold experts; gradients of rows go the same ways back, encoded too."""
 
+    group: dist.ProcessGroup
+    width: int
+    """Of rows."""
 
-def exchange_rows(
-    rows: torch.Tensor,
-    sent: list[int],
-    received: list[int],
-    group: dist.ProcessGroup,
-    encoding: Encoding | None = DEFAULT,
-) -> torch.Tensor:
-    """Send rows to the ranks of a group, and in backward their gradients back.
+    dtype: torch.dtype
+    """Of rows as they are decoded."""
 
-    Args:
-        rows: [sum(sent), ...], those for each rank one after the other.
-        sent, received: rows for and from each rank; may be zero.
-        group: the ranks.
-        encoding: of rows and gradients on the wire; None sends them as they are.
+    encoding: Encoding | None
+    """Of rows and of their gradients; None: they are sent as they are."""
 
-    Returns:
-        [sum(received), ...], those from each rank one after the other.
-    """
-    return linear_map(
-        rows,
-        lambda rows: send_rows(rows, sent, received, group, encoding),
-        lambda gradient: send_rows(gradient, received, sent, group, encoding),
-    )
+    why_not: str | None
+    """Why they are, where an encoding was asked for."""
+
+    @classmethod
+    def of(cls, tokens: torch.Tensor, group: dist.ProcessGroup, encoding: Encoding | None) -> Wire:
+        """Return how rows of tokens [T, H] go: encoded where that can be and gains."""
+        reason = None if encoding is None else why_not_encoded(tokens, group)
+        return cls(group, tokens.shape[1], tokens.dtype, encoding if reason is None else None, reason)
+
+    def encoded(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows [R, H] of any dtype as what is sent, [R, W]; differentiable."""
+        dtype = rows.dtype
+        if self.encoding is None:
+            return rows
+        return linear_map(rows, self.encode, lambda gradient: self.decode(gradient, dtype))
+
+    def decoded(self, message: torch.Tensor) -> torch.Tensor:
+        """Return what came, [R, W], as rows [R, H]; differentiable."""
+        return message if self.encoding is None else linear_map(message, self.decode, self.encode)
+
+    def exchanged(self, message: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        """Send each rank its part of a message; differentiable.
+
+        Args:
+            message: [sum(sent), W], the rows for each rank one after the other.
+            sent, received: rows for and from each rank; may be zero.
+
+        Returns:
+            [sum(received), W], those from each rank one after the other.
+        """
+        return linear_map(
+            message,
+            lambda message: self.send(message, sent, received),
+            lambda gradient: self.send(gradient, received, sent),
+        )
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """As `encoded`, not differentiable."""
+        return rows if self.encoding is None else encode_rows(rows.contiguous(), self.encoding)
+
+    def decode(self, message: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """As `decoded`, not differentiable; rows are of a dtype, if one is given."""
+        if self.encoding is None:
+            return message
+        return decode_rows(message, self.width, dtype or self.dtype, self.encoding)
+
+    def send(self, message: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        """As `exchanged`, not differentiable."""
+        payload = None if self.encoding is None else len(message) * self.width * self.dtype.itemsize
+        rows, form = message.contiguous(), self.encoding
+        return send_rows(rows, sent, received, self.group, form=form, payload=payload, why_not=self.why_not)
 
 
 def scale_gradient(x: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:

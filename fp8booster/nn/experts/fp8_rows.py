@@ -84,10 +84,9 @@ def with_amax(values: torch.Tensor, rows: torch.Tensor | FP8Rows) -> torch.Tenso
 
 def received_rows(
     tokens: torch.Tensor,
-    message: torch.Tensor,
+    rows: torch.Tensor,
     cast: QuantizedMatrix,
     nothing: torch.Tensor,
-    rows: int,
     amax: torch.Tensor | None,
     back: Back,
 ) -> FP8Rows:
@@ -95,16 +94,16 @@ def received_rows(
 
     Args:
         tokens: [T, H], of this rank, which get the gradients of the rows that were sent for them.
-        message: [max(R, 1), B], rows of what `packed` made.
+        rows: [R, B], of what `packed` made.
         cast: this rank's cast of its tokens; all ranks' are alike.
         nothing: `nothing_of` the tokens.
-        rows: R.
         amax: as in `FP8Rows`.
         back: from the gradient of the rows, [R, H], to that of the tokens.
     """
-    shape = torch.Size((rows, tokens.shape[1]))
+    shape = torch.Size((len(rows), tokens.shape[1]))
     handle = linear_map(tokens, lambda _: nothing.expand(shape), back)
-    return FP8Rows(handle, _unpacked(message, cast), amax)
+    # kernels read no empty matrix: without a row that came, one of no meaning
+    return FP8Rows(handle, _unpacked(rows if len(rows) else rows.new_empty(1, rows.shape[1]), cast), amax)
 
 
 def nothing_of(tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from fp8booster.comm.cast_rows import send_cast_rows
 from fp8booster.comm.encoding import Encoding
+from fp8booster.comm.rows import send_rows
 from fp8booster.kernels.cast import partial_amaxes
 from fp8booster.kernels.expert_rows import count_choices
-from fp8booster.nn.experts.dispatch import exchange_rows, send_rows
+from fp8booster.nn.experts.dispatch import Wire
 from fp8booster.nn.experts.fp8_rows import FP8Rows, nothing_of, packed, received_rows, why_not_before_sending
 from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.experts.routing import Routes, spread, spread_bytes, sum_of_rows, weighted_sum
@@ -189,42 +189,47 @@ class Spread:
         Returns:
             [T, H] of the tokens' dtype.
         """
-        casts = self._casts_before_sending(experts.input_casts(tokens))
+        wire = Wire.of(tokens, self.group, self.encoding)
+        casts = self._casts_before_sending(wire, experts.input_casts(tokens))
         numbers = self._told(chosen, tokens, casts)
         # the host waits for the numbers alone: what is queued behind them keeps the GPU busy when the host goes on. A
         # graph cannot tell when they are there
         copy = None if is_captured() else HostCopy(numbers)
         routes = Routes.of(chosen, self.experts)
         cast = None if casts is None else _cast(tokens, casts, numbers[1, :, self.held], routes)
-        rows = spread(tokens, routes) if cast is None else None
+        message = wire.encoded(spread(tokens, routes)) if cast is None else None
         added = None if beside is None else beside()
-        mix = partial(self._mix_by_numbers, experts, casts, copy)
+        mix = partial(self._mix_by_numbers, experts, wire, casts, copy)
         sent = None if cast is None else (tuple(cast.matrix), *cast[1:])
-        mixed = run_eagerly(mix, tokens, chosen, weights, numbers, tuple(routes), sent, rows)
+        made = run_eagerly(mix, tokens, chosen, numbers, tuple(routes), sent, message)
+        mixed = weighted_sum(wire.decoded(made), weights, routes).to(tokens.dtype)
         return mixed if added is None else mixed + added
 
     def _mix_by_numbers(
         self,
         experts: HeldExperts,
+        wire: Wire,
         casts: Casts | None,
         copy: HostCopy | None,
         tokens: torch.Tensor,
         chosen: torch.Tensor,
-        weights: torch.Tensor,
         numbers: torch.Tensor,
         routes_of: tuple[torch.Tensor, ...],
         sent: tuple[Any, ...] | None,
-        rows: torch.Tensor | None,
+        message: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Compute `mix` where the host must know how many rows are sent.
+        """Return what the experts make of each row of this rank, [T k, W] as it came.
+
+        Here the host must know how many rows are sent.
 
         Args:
-            experts, tokens, chosen, weights: as in `mix`.
+            experts, tokens, chosen: as in `mix`.
+            wire: on which rows go.
             casts: have cast the tokens.
             copy: of `numbers`, which are as `_told`; None: it begins here.
             routes_of: fields of `Routes`.
-            sent: fields of `_Cast`; None: the rows are encoded.
-            rows: of the tokens, [T k, H], where these were not cast.
+            sent: fields of `_Cast`; None: there is a message.
+            message: the rows of the tokens, [T k, W], where these were not cast.
         """
         experts.note_choice(chosen)
         routes, loads = Routes(*routes_of), _Loads(copy or HostCopy(numbers), self.held)
@@ -233,19 +238,19 @@ class Spread:
         sizes = loads.sizes()
         arrived: Rows
         if sent is not None and casts is not None and loads.all_cast():
-            arrived = self._send_cast(tokens, casts, _Cast(QuantizedMatrix(*sent[0]), *sent[1:]), routes, sizes)
+            cast = _Cast(QuantizedMatrix(*sent[0]), *sent[1:])
+            arrived = self._send_cast(tokens, wire, casts, cast, routes, sizes)
         else:
-            rows = spread(tokens, routes) if rows is None else rows
-            arrived = exchange_rows(rows, *sizes, self.group, self.encoding)
-            if sent is not None:
+            if message is None:
+                message = wire.encoded(spread(tokens, routes))
                 self.way = _ENCODED.format("as another rank's experts read them otherwise")
+            arrived = wire.decoded(wire.exchanged(message, *sizes))
         made = self._at_experts(arrived, loads, run)
-        made = exchange_rows(made, sizes.received, sizes.sent, self.group, self.encoding)
-        return weighted_sum(made, weights, routes).to(tokens.dtype)
+        return wire.exchanged(wire.encoded(made), sizes.received, sizes.sent)
 
-    def _casts_before_sending(self, casts: Casts | None) -> Casts | None:
+    def _casts_before_sending(self, wire: Wire, casts: Casts | None) -> Casts | None:
         """Return what casts tokens before they are sent; None: nothing does."""
-        if self.encoding is None:
+        if wire.encoding is None:
             self.way = IN_16_BITS
             return None
         why_not = "whose experts read 16 bits" if casts is None else why_not_before_sending(casts)
@@ -270,16 +275,18 @@ class Spread:
         dist.all_to_all_single(arriving, counts, group=self.group)
         return numbers
 
-    def _send_cast(self, tokens: torch.Tensor, casts: Casts, cast: _Cast, routes: Routes, sizes: _Sizes) -> FP8Rows:
+    def _send_cast(
+        self, tokens: torch.Tensor, wire: Wire, casts: Casts, cast: _Cast, routes: Routes, sizes: _Sizes
+    ) -> FP8Rows:
         """Send rows of tokens that were cast to their experts, and return those that come here."""
         payload = len(cast.rows) * tokens.shape[1] * tokens.element_size()
-        message = send_cast_rows(cast.rows, *sizes, self.group, payload=payload, scaling=casts.scaling)
+        rows = send_rows(cast.rows, *sizes, self.group, form=casts.scaling, payload=payload)
 
         def back(gradient: torch.Tensor) -> torch.Tensor:
-            rows = send_rows(gradient, sizes.received, sizes.sent, self.group, self.encoding)
-            return sum_of_rows(rows, routes)
+            message = wire.send(wire.encode(gradient), sizes.received, sizes.sent)
+            return sum_of_rows(wire.decode(message), routes)
 
-        return received_rows(tokens, message, cast.matrix, cast.nothing, sum(sizes.received), cast.amax, back)
+        return received_rows(tokens, rows, cast.matrix, cast.nothing, cast.amax, back)
 
     def _at_experts(self, rows: Rows, loads: _Loads, run: Run) -> torch.Tensor:
         """Return what this rank's experts make of rows, [R, H]."""

@@ -192,7 +192,7 @@ def test_bytes_of_tokens_are_counted_as_they_are_sent() -> None:
     row = comm.statistics()["all_to_all_single"]
     assert (row.calls, row.uncompressed) == (2, {})
     rows = tokens * chosen // 2  # that leave this rank, either way
-    back = Encoding().layout(rows * HIDDEN).bytes
+    back = Encoding().layout(HIDDEN, rows).bytes  # each row has scales of its own
     assert row.raw_bytes == 2 * rows * HIDDEN * 2
     assert row.wire_bytes == rows * HIDDEN + back
 
@@ -329,7 +329,7 @@ def test_rows_keep_their_scales_on_the_way(granularity: str, features: int) -> N
     cast = scaling.cast(INPUT, tokens, torch.float8_e4m3fn)
     order = torch.randperm(37)
     message = packed(cast).view(torch.uint8)[order].view(torch.float8_e4m3fn)
-    rows = received_rows(tokens, message, cast, nothing_of(tokens, tokens.dtype), 37, None, lambda gradient: gradient)
+    rows = received_rows(tokens, message, cast, nothing_of(tokens, tokens.dtype), None, lambda gradient: gradient)
     assert torch.equal(rows.values(), cast.dequantize(37, features).bfloat16()[order])
 
 
@@ -352,7 +352,7 @@ def test_a_gradient_comes_in_the_dtype_of_the_tokens() -> None:
     tokens = torch.randn(3, 16, requires_grad=True)
     cast = RealTime().cast(INPUT, tokens.detach(), torch.float8_e4m3fn)
     arrived = received_rows(
-        tokens, packed(cast), cast, nothing_of(tokens, tokens.dtype), 3, None, lambda gradient: 2 * gradient
+        tokens, packed(cast)[:3], cast, nothing_of(tokens, tokens.dtype), None, lambda gradient: 2 * gradient
     )
     rows, held = arrived.to(torch.bfloat16), weakref.ref(arrived)
     assert rows.handle.dtype is torch.bfloat16

@@ -1,0 +1,95 @@
+"""Rows that ranks send each other, each as many as it likes: encoded one by one, and decoded where they are read.
+
+    rows [R, H] -- encode --> message [R, W] -- send --> message [R', W] -- decode --> rows [R', H]
+
+A row of a message stands for itself, so some of its rows can be read without the others, and a rank's are whole rows.
+Rows that a cast has made FP8 before are sent as they are.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp8booster.comm.encoding import Encoding
+from fp8booster.comm.observer import observer
+from fp8booster.comm.threshold import uncompressed_reason
+
+_COLLECTIVE = "all_to_all_single"
+"""Its name, and the row of `statistics`."""
+
+WORD = 4
+"""Bytes of a word of a message. It is of float32: so autograd carries the message of a gradient as the gradient of a
+message. A word is NaN only where a value or a scale is."""
+
+
+def why_not_encoded(like: Tensor, group: dist.ProcessGroup) -> str | None:
+    """Return why rows of a tensor's dtype and device go to the ranks of a group as they are; None: they are encoded."""
+    return uncompressed_reason(_COLLECTIVE, like, like.nbytes, group, None, alike=False)
+
+
+def encode_rows(rows: Tensor, encoding: Encoding, purpose: str = _COLLECTIVE) -> Tensor:
+    """Return rows as a message, float32 [R, W] by its bytes.
+
+    Args:
+        rows: [R, H], contiguous, BF16, FP16 or FP32.
+        encoding: format and scales; the blocks are of one row each.
+        purpose: as in `Encoding.encode`.
+    """
+    count, width = rows.shape
+    layout = encoding.layout(width, count)
+    message = torch.empty(count, layout.piece_bytes // WORD, dtype=torch.float32, device=rows.device)
+    encoding.encode(rows.view(-1), message.view(-1).view(torch.uint8), layout, purpose)
+    return message
+
+
+def decode_rows(message: Tensor, width: int, dtype: torch.dtype, encoding: Encoding) -> Tensor:
+    """Return the rows of a message, [R, width].
+
+    Args:
+        message: of rows that `encode_rows` made, in any order.
+        width, dtype: of the rows.
+        encoding: as there.
+    """
+    rows = torch.empty(len(message), width, dtype=dtype, device=message.device)
+    encoding.decode(message.view(-1).view(torch.uint8), rows.view(-1), encoding.layout(width, len(message)))
+    return rows
+
+
+def send_rows(
+    rows: Tensor,
+    sent: list[int],
+    received: list[int],
+    group: dist.ProcessGroup,
+    *,
+    form: object,
+    payload: int | None = None,
+    why_not: str | None = None,
+) -> Tensor:
+    """Send each rank its rows, and return those that come for this one, [sum(received), W].
+
+    Args:
+        rows: [sum(sent), W], contiguous, those for each rank one after the other.
+        sent, received: rows for and from each rank; may be zero.
+        group: the ranks.
+        form: what ranks must have alike besides: an encoding, or the strategy of a cast.
+        payload: bytes of the rows in high precision, with which those sent are compared; None: they are in it.
+        why_not: the reason why they are, for `statistics`; None: it is as the caller was told.
+
+    Raises:
+        ValueError: the ranks do not agree on size, dtype or form.
+    """
+    # of an empty part nothing arrives
+    what = {"width": rows.shape[1], "dtype": rows.dtype, "form": form}
+    observer.enter(group, _COLLECTIVE, on_arrival=False, what=what)
+    # no backend sends all FP8 formats
+    given = rows if payload is None else rows.view(torch.uint8)
+    output = torch.empty(sum(received), given.shape[1], dtype=given.dtype, device=rows.device)
+    dist.all_to_all_single(output, given, received, sent, group)
+    # behind the launch, for which a GPU waits
+    if payload is not None:
+        observer.count_encoded(_COLLECTIVE, group.size(), payload, {_COLLECTIVE: rows.nbytes})
+    elif why_not is not None:
+        observer.count_plain(_COLLECTIVE, group.size(), rows.nbytes, why_not)
+    return output.view(rows.dtype)
