@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8booster.nn.graphs.call_state import who_saves
-from fp8booster.nn.graphs.values import Refused, Unsupported, flatten, rebuild, versions_of, words_of
+from fp8booster.nn.graphs.values import Places, Refused, Unsupported, flatten, maker_of, versions_of
 from fp8booster.nn.linear.functional import once_differentiable
 from fp8booster.nn.weights.delivered import deliver_amax, delivered_amax
 from fp8booster.nn.weights.pinned import collected
@@ -113,13 +113,14 @@ class Result:
         self.kind = flatten(made, tensors)
         """Equal where another call returns as much, in tensors of the same sizes and types."""
 
-        self._tensors = list(map(_Like.of, tensors))
-        self._made = rebuild(made, iter(each.detach().to("meta") for each in tensors))
+        self.make = maker_of(made)
+        """Makes as much of other tensors."""
 
-    def new(self) -> tuple[Any, list[Tensor]]:
-        """Return as much in new tensors, and these, which are leaves of autograd."""
-        tensors = [each.new() for each in self._tensors]
-        return rebuild(self._made, iter(tensors)), tensors
+        self._tensors = list(map(_Like.of, tensors))
+
+    def new(self) -> list[Tensor]:
+        """Return new tensors for as much, which are leaves of autograd."""
+        return [each.new() for each in self._tensors]
 
     def lies_on(self, device: torch.device) -> bool:
         """Tell whether all of it lies on a device."""
@@ -255,9 +256,8 @@ class Break:
         found = enumerate(map(delivered_amax, given))
         self._amaxes = [(number, amax) for number, amax in found if amax is not None]
         self.needs_grad = [each.requires_grad and self._modes.grad for each in given]
-        self._args = rebuild(args, iter(self.inputs))
-        self._made, self.outputs = result.new()
-        self.words: list[Tensor | None] = []
+        self._make_args = maker_of(args)
+        self.outputs = result.new()
         self.gradients_in: list[Tensor | None] = []
         """Places of the gradients of `inputs`, when backward goes on behind the call; None where there is none."""
 
@@ -269,9 +269,11 @@ class Break:
 
     def lie_at(self, outputs: list[Tensor]) -> None:
         """Let the next graph read what the call returns at these places."""
-        self._made, self.outputs = rebuild(self._made, iter(outputs)), outputs
-        with torch.no_grad():
-            self.words = list(map(words_of, outputs))
+        self.outputs, self._places = outputs, Places(outputs, outputs)
+
+    def lay_out(self, made: Sequence[Tensor]) -> None:
+        """Copy what the call has returned to where the next graph reads it."""
+        self._places.lay(made)
 
     def between(self, args: tuple, always: Tensor, cuts: Cuts) -> Any:
         """Return what the next graph reads; autograd goes back to `args`.
@@ -288,13 +290,13 @@ class Break:
         def end(inputs: list[Tensor]) -> None:
             cuts.forward([*inputs, *amaxes])
 
-        return rebuild(self._made, iter(_Gap.apply(self, end, cuts, always, *given)))
+        return self._result.make(_Gap.apply(self, end, cuts, always, *given))
 
     def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Call the function with values of `inputs`, and return the tensors that it gives."""
         for number, amax in self._amaxes:
             deliver_amax(inputs[number], amax)
-        args = rebuild(self._args, iter(inputs))
+        args = self._make_args(inputs)
         if self._modes == _Modes.now(self._modes.device):
             return self._result.tensors_of(self._function(*args))
         with self._modes.set():  # a replay runs none of the layer's code that set them

@@ -16,7 +16,7 @@ from torch import Tensor
 from fp8booster.nn.graphs.breaks import Result
 from fp8booster.nn.graphs.recorder import Memory, Place, Recorder
 from fp8booster.nn.graphs.static_call import StaticCall, parameters_of
-from fp8booster.nn.graphs.values import is_plain, lay, rebuild
+from fp8booster.nn.graphs.values import is_plain
 from fp8booster.nn.linear.functional import once_differentiable
 from fp8booster.nn.weights.pinned import Pinned, Use, copies_are_held
 from fp8booster.scaling.steps import Steps
@@ -182,7 +182,6 @@ class GraphPair:
         self._places = [each for address, each in places.items() if address in given_in]
         self._gradients = [None if each is None else self._kept_of(each, places) for each in gradients]
         self._outputs = [record.let_go(each) for each in outputs]
-        call.made = rebuild(call.made, call.with_given(call.inputs, self._outputs))
         used_up = set(map(_address, outputs))
         saved = set(map(_address, call.saved))
         self._gradients_of_breaks: list[list[Tensor | None]] = []
@@ -256,13 +255,12 @@ class GraphPair:
                 raise
             # `order` lets autograd come to this piece before the one before it, also where no gradient goes between
             outputs = _Replayed.apply(self, piece, ticket, len(found), *found, order)
-        return rebuild(self._call.made, self._call.with_given(given, outputs))
+        return self._call.give(given, outputs)
 
     def _replay_forward(self, given: Sequence[Tensor], piece: int, ticket: _Ticket) -> tuple[Tensor, ...]:
         self._record.follow_stream()
         if piece:
-            here = self._call.breaks[piece - 1]
-            lay(here.outputs, here.words, given)
+            self._call.breaks[piece - 1].lay_out(given)
         else:
             self._call.lay_in(given)
             ticket.versions = self._versions()  # a replayed backward reads weights in place, past autograd's check

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from fp8booster.nn.graphs.breaks import Break, Cut, Cuts, Result, breaking_at, handled_by
-from fp8booster.nn.graphs.values import Refused, Unsupported, flatten, lay, rebuild, words_of
+from fp8booster.nn.graphs.values import Places, Refused, Unsupported, flatten, maker_of
 
 
 def _nodes_behind(outputs: Iterable[Tensor]) -> Iterator[Node]:
@@ -91,7 +91,7 @@ class StaticCall:
         flatten((args, kwargs), given)
         with torch.no_grad():
             self.inputs = [torch.empty_like(each).copy_(each) for each in given]
-            self._words = list(map(words_of, self.inputs))
+        self._places = Places(self.inputs, given)
         for place, each in zip(self.inputs, given, strict=True):
             place.requires_grad_(each.requires_grad)
         self.saved: list[Tensor] = []
@@ -99,7 +99,7 @@ class StaticCall:
         self.breaks: list[Break] = []
         self._forward, self._modules, self._recompute = forward, modules, recompute
         self._results, self._breaking = results, breaking
-        self._args, self._kwargs = rebuild((args, kwargs), iter(self.inputs))
+        self._args, self._kwargs = maker_of((args, kwargs))(self.inputs)
         parameters = parameters_of(modules)
         self._leaves = {each: _leaf_over(each) for each in parameters}
         self.trained = [each for each in parameters if each.requires_grad]
@@ -118,10 +118,10 @@ class StaticCall:
 
     def lay_in(self, given: Sequence[Tensor]) -> None:
         """Copy the tensors of a call to the inputs."""
-        lay(self.inputs, self._words, given)
+        self._places.lay(given)
 
     def forward(self, cut: Cut = _nothing) -> list[Tensor]:
-        """Return the tensors among the outputs that the layer has computed; `made` has all in what it gives.
+        """Return the tensors among the outputs that the layer has computed; `give` gives all.
 
         Args:
             cut: is called where a piece ends, with the tensors that the eager call behind it reads.
@@ -173,10 +173,10 @@ class StaticCall:
             self.saved.clear()
         return made
 
-    def with_given(self, given: Sequence[Tensor], outputs: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Yield all tensors among the outputs: those that the layer gives on as it was given them, and the others."""
+    def give(self, given: Sequence[Tensor], outputs: Iterable[Tensor]) -> Any:
+        """Return what the layer gives: tensors that it gives on as it was given them, and outputs."""
         others = iter(outputs)
-        return (next(others) if number is None else given[number] for number in self._given_on)
+        return self._make([next(others) if number is None else given[number] for number in self._given_on])
 
     def end(self) -> None:
         """Free the autograd graph; a node may hold the layer, which would never be freed. `saved` stays."""
@@ -229,7 +229,7 @@ class StaticCall:
         own = {*map(id, self._wanted), id(self._always)}
         if any(id(node.variable) not in own for node in _nodes_behind(self._live) if hasattr(node, "variable")):
             raise Refused("it trains a tensor that is none of its parameters")
-        self.made = rebuild(made, self.with_given(self.inputs, [each.detach() for each in self._live]))
+        self._make = maker_of(made)
 
 
 def parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:

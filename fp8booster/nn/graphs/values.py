@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from enum import Enum
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -11,6 +12,10 @@ from torch import Tensor, nn
 
 CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device, Enum)
 """Values that a graph has for good."""
+
+
+TENSORS = (Tensor, nn.Parameter)
+"""Classes of tensors that are no more than their values."""
 
 
 class Unsupported(Exception):
@@ -23,7 +28,7 @@ class Refused(Exception):
 
 def is_plain(tensor: Tensor) -> bool:
     """Tell whether a tensor is no more than its values in its memory, so that another may stand in its place."""
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return type(tensor) in TENSORS and tensor.layout is torch.strided
 
 
 def flatten(value: Any, tensors: list[Tensor]) -> Hashable:
@@ -39,46 +44,46 @@ def flatten(value: Any, tensors: list[Tensor]) -> Hashable:
     left, numbers = [value], dict[int, int]()
     while left:  # a loop, for layers are given some ten values at each call
         each = left.pop()
-        if isinstance(each, Tensor):
-            if not is_plain(each):
-                is_other = type(each) not in (Tensor, nn.Parameter)
-                raise Unsupported(type(each).__name__ if is_other else f"tensor of {each.layout}")
+        cls = type(each)
+        if cls in TENSORS:
+            if each.layout is not torch.strided:
+                raise Unsupported(f"tensor of {each.layout}")
             number = numbers.setdefault(id(each), len(numbers))
             if number == len(tensors) - before:
                 tensors.append(each)
             trained = each.requires_grad and torch.is_grad_enabled()
             key += (Tensor, number, each.shape, each.dtype, each.device, trained)
-        elif isinstance(each, CONSTANTS):
-            key += (type(each), each)
-        elif type(each) in (tuple, list):
-            key += (type(each), len(each))
+        elif cls is tuple or cls is list:
+            key += (cls, len(each))
             left += each[::-1]
-        elif type(each) is dict:
+        elif cls is dict:
             key += (dict, len(each), *each)
             left += reversed(each.values())
+        elif isinstance(each, CONSTANTS):
+            key += (cls, each)
         else:
-            raise Unsupported(type(each).__name__)
+            raise Unsupported(cls.__name__)
     return tuple(key)
 
 
-def rebuild(value: Any, tensors: Iterator[Tensor], others: dict[int, Tensor] | None = None) -> Any:
-    """Return a value as `flatten` took it apart, with other tensors in their places.
+def maker_of(value: Any, numbers: dict[int, int] | None = None) -> Callable[[Sequence[Tensor]], Any]:
+    """Return what makes a value as `flatten` took it apart, with other tensors in their places.
 
     Args:
-        value, tensors: what was taken apart, and what takes the places.
-        others: those that have taken places, by the identity of what was there.
+        value: what was taken apart; its tensors are not held.
+        numbers: of tensors that have places, by their identity.
     """
-    # no function inside this one calls itself: it would hold the tensors until the next collection
-    others = {} if others is None else others
+    numbers = {} if numbers is None else numbers
     if isinstance(value, Tensor):
-        if id(value) not in others:
-            others[id(value)] = next(tensors)
-        return others[id(value)]
-    if type(value) in (tuple, list):
-        return type(value)(rebuild(each, tensors, others) for each in value)
-    if type(value) is dict:
-        return {name: rebuild(each, tensors, others) for name, each in value.items()}
-    return value
+        return itemgetter(numbers.setdefault(id(value), len(numbers)))
+    cls = type(value)
+    if cls is tuple or cls is list:
+        inside = [maker_of(each, numbers) for each in value]
+        return lambda tensors: cls([make(tensors) for make in inside])
+    if cls is dict:
+        named = {name: maker_of(each, numbers) for name, each in value.items()}
+        return lambda tensors: {name: make(tensors) for name, make in named.items()}
+    return lambda tensors: value
 
 
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:
@@ -86,36 +91,41 @@ def versions_of(tensors: Sequence[Tensor]) -> list[int]:
     return [each._version for each in tensors if not each.is_inference()]
 
 
-def lay(places: Sequence[Tensor], words: Sequence[Tensor | None], given: Sequence[Tensor]) -> None:
-    """Copy tensors to places, in one launch: of different types torch makes one for each.
+class Places:
+    """Tensors that stay where they are, to which those of each call are copied.
 
     Args:
-        places: where they go.
-        words: `words_of` each place.
-        given: what is copied.
+        tensors: the places.
+        given: of a call.
     """
-    in_words: list[list[Tensor]] = [[], []]
-    others: list[list[Tensor]] = [[], []]
-    for place, words_there, each in zip(places, words, given, strict=True):
-        words_here = None if words_there is None else words_of(each)
-        if words_there is None or words_here is None:
-            others[0].append(place)
-            others[1].append(each)
-        else:
-            in_words[0].append(words_there)
-            in_words[1].append(words_here)
-    for there, here in (in_words, others):
-        if there:
-            torch._foreach_copy_(there, here)
+
+    def __init__(self, tensors: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+        self.tensors = tensors
+        # as words of eight bytes all go in one launch: of different types torch makes one for each
+        several = len({each.dtype for each in tensors}) > 1
+        in_words = [several and _has_words(each) and each.is_contiguous() for each in given]
+        self._in_words = [number for number, each in enumerate(in_words) if each]
+        self._others = [number for number, each in enumerate(in_words) if not each]
+        with torch.no_grad():
+            self._words = [tensors[number].view(torch.int64) for number in self._in_words]
+
+    def lay(self, given: Sequence[Tensor]) -> None:
+        """Copy tensors to the places, in one launch where they are words."""
+        try:
+            words = [given[number].view(torch.int64) for number in self._in_words]
+        except RuntimeError:  # they have other strides than those of the first call
+            torch._foreach_copy_(self.tensors, given)
+            return
+        if words:
+            torch._foreach_copy_(self._words, words)
+        if self._others:
+            others = self._others
+            torch._foreach_copy_([self.tensors[each] for each in others], [given[each] for each in others])
 
 
-def words_of(tensor: Tensor) -> Tensor | None:
-    """Return the memory of a tensor as words of eight bytes; None where it has gaps, or is no whole number of them.
-
-    Nor is there one where values are not what lies there, but conjugates.
-    """
-    if tensor.is_conj() or tensor.is_neg():
-        return None
-    if not tensor.is_contiguous() or tensor.nbytes % 8 or tensor.storage_offset() * tensor.itemsize % 8:
-        return None
-    return tensor.view(-1).view(torch.int64)
+def _has_words(tensor: Tensor) -> bool:
+    """Tell whether torch gives the values of a tensor as words of eight bytes."""
+    try:
+        return tensor.detach().view(torch.int64) is not None
+    except RuntimeError:  # they have gaps, are no whole number of words, or are not what lies there, but conjugates
+        return False

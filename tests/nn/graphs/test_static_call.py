@@ -14,7 +14,7 @@ from torch import nn
 
 from fp8booster.nn.graphs.breaks import noted_breaks, run_eagerly
 from fp8booster.nn.graphs.static_call import StaticCall
-from fp8booster.nn.graphs.values import Unsupported, flatten, rebuild
+from fp8booster.nn.graphs.values import Unsupported, flatten, maker_of
 
 
 class Mode(Enum):
@@ -81,7 +81,7 @@ def test_a_tensor_that_is_there_twice_is_found_once_and_put_back_twice() -> None
     assert found[1] is ONE
     assert found[2] is OTHER
     assert len(found) == 3
-    made = rebuild({"one": ONE, "other": OTHER, "again": [ONE]}, iter([x(2), x(3)]))
+    made = maker_of({"one": ONE, "other": OTHER, "again": [ONE]})([x(2), x(3)])
     assert made["again"][0] is made["one"]
     assert made["other"].shape == (3,)
 
@@ -89,7 +89,7 @@ def test_a_tensor_that_is_there_twice_is_found_once_and_put_back_twice() -> None
 def test_what_is_rebuilt_is_free_when_its_last_user_is() -> None:
     gc.disable()
     try:
-        made = rebuild([ONE, (OTHER,)], iter([x(2), x(3)]))
+        made = maker_of([ONE, (OTHER,)])([x(2), x(3)])
         held = [weakref.ref(made[0]), weakref.ref(made[1][0])]
         del made
         assert [each() for each in held] == [None, None]
@@ -103,7 +103,7 @@ def test_tensors_are_found_and_put_back_in_their_places() -> None:
     flatten(value, found)
     assert [each.shape[0] for each in found] == [1, 2, 3, 4]
     others = [torch.full_like(each, number) for number, each in enumerate(found)]
-    made = rebuild(value, iter(others))
+    made = maker_of(value)(others)
     assert made[0] is others[0]
     assert type(made[1]) is list
     assert made[1][0] is others[1]
