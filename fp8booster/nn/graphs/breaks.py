@@ -256,10 +256,13 @@ class Break:
         found = enumerate(map(delivered_amax, given))
         self._amaxes = [(number, amax) for number, amax in found if amax is not None]
         self.needs_grad = [each.requires_grad and self._modes.grad for each in given]
+        self.trained_inputs = [each for each, needed in zip(self.inputs, self.needs_grad, strict=True) if needed]
+        """Those that autograd goes back to."""
+
         self._make_args = maker_of(args)
         self.outputs = result.new()
-        self.gradients_in: list[Tensor | None] = []
-        """Places of the gradients of `inputs`, when backward goes on behind the call; None where there is none."""
+        self.gradients_in: list[Tensor] = []
+        """Places of the gradients of `trained_inputs`, when backward goes on behind the call."""
 
         self.gradients: list[Tensor | None] = [None] * len(self.outputs)
         """Gradients of `outputs`, as backward found them last."""
@@ -292,8 +295,14 @@ class Break:
 
         return self._result.make(_Gap.apply(self, end, cuts, always, *given))
 
-    def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Call the function with values of `inputs`, and return the tensors that it gives."""
+    def run(self, trained: Sequence[Tensor]) -> list[Tensor]:
+        """Call the function with values of `trained_inputs`, and return the tensors that it gives."""
+        # it may note something on any, or keep it
+        others = iter(trained)
+        inputs = [
+            next(others) if needed else each.detach()
+            for each, needed in zip(self.inputs, self.needs_grad, strict=True)
+        ]
         for number, amax in self._amaxes:
             deliver_amax(inputs[number], amax)
         args = self._make_args(inputs)
@@ -332,8 +341,8 @@ class _Gap(torch.autograd.Function):
         here: Break = ctx.here
         here.gradients, here.went_back = list(gradients), True
         ctx.cuts.backward(gradients)
-        into = (None if each is None else each.detach() for each in here.gradients_in)
-        return None, None, None, None, *into
+        into = iter(here.gradients_in)
+        return None, None, None, None, *(next(into).detach() if each else None for each in here.needs_grad)
 
 
 @contextmanager

@@ -166,10 +166,7 @@ class GraphPair:
             number = count()
             self._gradients_in = [record.place_like(each, next(number)) for each in outputs]
             for here in call.breaks:
-                here.gradients_in = [
-                    record.place_like(each, next(number)) if needs_grad else None
-                    for each, needs_grad in zip(here.inputs, here.needs_grad, strict=True)
-                ]
+                here.gradients_in = [record.place_like(each, next(number)) for each in here.trained_inputs]
             go_back = partial(call.backward, self._gradients_in)
             backward, gradients = record.in_pieces(go_back, memory, across_threads=bool(call.breaks))
             # what was computed last goes back first
@@ -247,9 +244,9 @@ class GraphPair:
         always = [self._always] if self._call.breaks else []
         outputs = _Replayed.apply(self, 0, ticket, len(given), *given, *self._call.trained, *again, *always)
         for piece, here in enumerate(self._call.breaks, 1):
-            order, *inputs = outputs
+            order, *trained = outputs
             try:
-                found = here.run(inputs)
+                found = here.run(trained)
             except BaseException:
                 ticket.used = True  # who keeps the error keeps the ticket
                 raise
@@ -273,8 +270,8 @@ class GraphPair:
         self._forward[piece]()
         if piece == len(self._call.breaks):
             return tuple(_copied(self._outputs))
-        inputs = self._call.breaks[piece].inputs
-        return self._call.inputs[0].new_empty(0, dtype=torch.float32), *(each.detach() for each in inputs)
+        # autograd need not know of the others
+        return self._always.detach(), *(each.detach() for each in self._call.breaks[piece].trained_inputs)
 
     def _replay_backward(self, ticket: _Ticket, piece: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         if self.lacks_graphs:
@@ -307,8 +304,6 @@ class GraphPair:
         if replay is not None:
             places = self._gradients_in if is_first else self._call.breaks[piece].gradients_in
             for place, gradient in zip(places, gradients, strict=True):
-                if place is None:
-                    continue
                 if gradient is None:  # the captured backward reads every place
                     place.zero_()
                 else:
@@ -373,6 +368,8 @@ def _address(tensor: Tensor) -> int:
 
 def _copied(passing: list[Any]) -> list[Any]:
     """Return copies of tensors, or None where there is None, before the next replay writes over them."""
+    if len(passing) == 1:  # as most layers give
+        return [None if each is None else each.clone() for each in passing]
     copies = [None if each is None else torch.empty_like(each) for each in passing]
     written = [each for each in copies if each is not None]
     if written:
@@ -390,11 +387,9 @@ class _Replayed(torch.autograd.Function):
         ctx.pair, ctx.piece, ctx.ticket = pair, piece, ticket
         ctx.set_materialize_grads(False)
         outputs = pair._replay_forward(tensors[:count], piece, ticket)  # without gradients, as all of a Function
-        breaks = pair._call.breaks
-        needs_grad = breaks[piece].needs_grad if piece < len(breaks) else pair._call.needs_grad
-        if not all(needs_grad):
-            of_ends = outputs[len(outputs) - len(needs_grad) :]
-            ctx.mark_non_differentiable(*(each for each, needed in zip(of_ends, needs_grad, strict=True) if not needed))
+        needs_grad = pair._call.needs_grad
+        if piece == len(pair._call.breaks) and not all(needs_grad):
+            ctx.mark_non_differentiable(*(each for each, needed in zip(outputs, needs_grad, strict=True) if not needed))
         return outputs
 
     @staticmethod

@@ -114,7 +114,7 @@ class Places:
         try:
             words = [given[number].view(torch.int64) for number in self._in_words]
         except RuntimeError:  # they have other strides than those of the first call
-            torch._foreach_copy_(self.tensors, given)
+            torch._foreach_copy_(list(self.tensors), list(given))
             return
         if words:
             torch._foreach_copy_(self._words, words)

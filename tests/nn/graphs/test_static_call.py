@@ -179,7 +179,7 @@ def test_a_call_that_has_ended_holds_nobody_who_cuts() -> None:
     cuts = Cut(), Cut()
     held = list(map(weakref.ref, cuts))
     (made,) = call.forward(cuts[0])
-    call.breaks[0].gradients_in = [None]
+    call.breaks[0].gradients_in = []
     call.backward([torch.ones_like(made)], cuts[1])
     call.end()
     del cuts
