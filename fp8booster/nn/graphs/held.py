@@ -59,8 +59,9 @@ class Held:
         # graphs prepare what eager modules read, as experts that an adapter is put around read it otherwise
         registered += [module._modules for module in inside]
         self._empty = [each for each in (*reached.holders, *registered) if not each]
-        self._views = [*reached.views, *(each.values() for each in registered if each)]
-        self._objects = [*chain.from_iterable(self._views), _END]
+        # the last shows that none before it ends early
+        self._views = [*reached.views, *(each.values() for each in registered if each), (_END,)]
+        self._objects = list(chain.from_iterable(self._views))
         self._parameters = [each for module in modules for each in module._parameters.values() if each is not None]
         self._kinds, self._classes = list(map(_KIND, self._parameters)), list(map(_CLASS, modules))
         self.parts = [
@@ -92,9 +93,8 @@ class Held:
         # a shallow copy, as each replica of `nn.DataParallel`, has the graphs of the layer, and parameters of its own
         if layer is not self._layer or any(self._empty) or list(map(_WHY, self._may_be_eager)) != self._whys:
             return False
-        now = chain(chain.from_iterable(self._views), (_END,))
         return (
-            all(map(is_, now, self._objects))
+            all(map(is_, chain.from_iterable(self._views), self._objects))
             and list(map(_KIND, self._parameters)) == self._kinds
             and list(map(_CLASS, self.modules)) == self._classes
             and list(map(_VERSION, self._on_host)) == self._numbers

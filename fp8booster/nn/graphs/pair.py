@@ -18,7 +18,8 @@ from fp8booster.nn.graphs.recorder import Memory, Place, Recorder
 from fp8booster.nn.graphs.static_call import StaticCall, parameters_of
 from fp8booster.nn.graphs.values import is_plain
 from fp8booster.nn.linear.functional import once_differentiable
-from fp8booster.nn.weights.pinned import Pinned, Use, copies_are_held
+from fp8booster.nn.weights.engine import pin_all
+from fp8booster.nn.weights.pinned import Use, copies_are_held
 from fp8booster.scaling.steps import Steps
 
 
@@ -129,12 +130,10 @@ class GraphPair:
         self._read = [each for each in parameters_of(modules) if id(each) not in in_fp8]
         self._tensors = [each for each in tensors if is_plain(each)]
         self._read_at = self._lie_at()
-        self._pinned: list[Pinned] = []
-        for use in uses:
-            pinned = use.pin(record)
-            if pinned is None:
-                raise Moved
-            self._pinned.append(pinned)
+        pinned = pin_all(uses, record)
+        if pinned is None:
+            raise Moved
+        self._pinned = pinned
         # not that of the call, which autograd knows on the stream of the capture
         self._always = torch.empty(0, dtype=torch.float32, device=self._call.inputs[0].device).requires_grad_()
         self.refresh()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import chain, repeat
-from operator import attrgetter, methodcaller
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from operator import attrgetter, is_
 
 import torch
 
@@ -39,7 +39,7 @@ class EngineWeight(CachedWeight):
     _is_right: bool = False
     """The weights that were seen last have the values of what the engine made."""
 
-    _seen_at: list[int] | None = None
+    _seen_at: list[tuple[int, int, int]] | None = None
 
     _noted: torch.Tensor | None = None
     """Of `note_values`."""
@@ -77,7 +77,7 @@ class EngineWeight(CachedWeight):
     def pin(self, weights: Sequence[torch.Tensor], casts: Casts, *, transpose: bool, record: Record) -> Pinned | None:
         """As `WeightSource.pin`; what an engine fills stays as it is."""
         if self.is_provided(weights):
-            return _PinnedFilling(self, weights, casts, transpose)
+            return _PinnedFillings([self], [tuple(weights)], [self.forward(weights, casts, transpose=transpose)])
         return super().pin(weights, casts, transpose=transpose, record=record)
 
     def is_provided(self, weights: Sequence[torch.Tensor]) -> bool:
@@ -141,29 +141,57 @@ class EngineWeight(CachedWeight):
         return CachedWeight, (self.is_transposed,)
 
 
-class _PinnedFilling:
-    """A weight that an engine fills, as long as it fills the same memory."""
+class _PinnedFillings:
+    """Weights that engines fill, as long as they fill the same memory.
 
-    def __init__(self, source: EngineWeight, weights: Sequence[torch.Tensor], casts: Casts, transpose: bool) -> None:
-        self._source, self._weights = source, tuple(weights)
-        self._filled = source.forward(weights, casts, transpose=transpose)
-        self._memory = _addresses(self._filled)
+    Args:
+        sources: of the weights.
+        weights: of each source.
+        filled: what is given for each.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[EngineWeight],
+        weights: Sequence[tuple[torch.Tensor, ...]],
+        filled: Sequence[QuantizedMatrix],
+    ) -> None:
+        self._sources, self._weights, self._filled = sources, weights, filled
+        self._of_all = list(chain.from_iterable(weights))
+        self._memory = list(map(_addresses, filled))
+
+    @classmethod
+    def joined(cls, parts: Sequence[_PinnedFillings]) -> _PinnedFillings:
+        """Return one for the weights of several."""
+        sources, weights, filled = zip(*((each._sources, each._weights, each._filled) for each in parts), strict=True)
+        return cls(*(list(chain.from_iterable(each)) for each in (sources, weights, filled)))
 
     def refresh(self) -> bool:
-        """As `Pinned.refresh`; waits for what fills it."""
-        source = self._source
-        if not source.is_provided(self._weights):
+        """As `Pinned.refresh`; waits for what fills them."""
+        filled = all_filled(self._sources, self._of_all)
+        if filled is None:  # one look does not tell
+            pairs = zip(self._sources, self._weights, strict=True)
+            if not all([source.is_provided(weights) for source, weights in pairs]):
+                return False
+            filled = all_filled(self._sources, self._of_all)
+        if filled is None:
             return False
-        if source._ready is not None:
-            source.wait()
-        filled = source._filled
-        return filled is self._filled or (filled is not None and _addresses(filled) == self._memory)
+        return all(map(is_, filled, self._filled)) or list(map(_addresses, filled)) == self._memory
 
     def version(self) -> tuple[int, ...]:
         """As `Pinned.version`."""
-        source = self._source
-        filled = source._filled if source._is_right else source.held
-        return () if filled is None else (filled.data._version,)
+        held = [source._filled if source._is_right else source.held for source in self._sources]
+        return tuple([-1 if filled is None else filled.data._version for filled in held])
+
+
+def pin_all(uses: Iterable[Use], record: Record) -> list[Pinned] | None:
+    """Pin the weights of uses; None where one has no place of its own. One look is at all that engines fill."""
+    pinned = [use.pin(record) for use in uses]
+    fillings = [each for each in pinned if isinstance(each, _PinnedFillings)]
+    others = [each for each in pinned if each is not None and not isinstance(each, _PinnedFillings)]
+    if len(fillings) + len(others) < len(pinned):
+        return None
+    return [*others, _PinnedFillings.joined(fillings)] if fillings else others
 
 
 def fill_all(
@@ -181,15 +209,14 @@ def fill_all(
         ready: as in `WeightSource.fill`.
     """
     flat = list(chain.from_iterable(weights))
-    places, count, begin = _places(flat), len(flat), 0
+    places, begin = _places(flat), 0
     filled = []
     for source, of_source, matrix in zip(sources, weights, quantized, strict=True):
         end = begin + len(of_source)
         if isinstance(source, EngineWeight):
             source._filled, source._ready, source._is_right, source._noted = matrix, ready, True, None
             # who writes to the weights from now on is seen by their places, and then they are compared
-            kinds = places[begin:end], places[count + begin : count + end], places[2 * count + begin : 2 * count + end]
-            source._seen_at = [*kinds[0], *kinds[1], *kinds[2]]
+            source._seen_at = places[begin:end]
             filled.append(source._copy)
         else:
             source.fill(of_source, matrix, ready)
@@ -204,8 +231,8 @@ def all_filled(sources: Sequence[WeightSource], weights: Sequence[torch.Tensor])
     Of hundreds of experts Python calls nothing for each, and the current stream waits once for each event.
 
     Args:
-        sources: each of the lone weight in its place.
-        weights: of these.
+        sources: of the weights.
+        weights: of the first source, of the next, and so on.
 
     Returns:
         None: ask each source.
@@ -213,9 +240,7 @@ def all_filled(sources: Sequence[WeightSource], weights: Sequence[torch.Tensor])
     filled = [source for source in sources if isinstance(source, EngineWeight)]
     if len(filled) < len(sources) or not all(map(_IS_RIGHT, filled)):
         return None
-    # each was seen as `_places` gives it of one weight: three numbers
-    seen, places, count = list(chain.from_iterable(map(_SEEN_AT, filled))), _places(weights), len(weights)
-    if seen[::3] + seen[1::3] + seen[2::3] != places or len(seen) != 3 * count:
+    if list(chain.from_iterable(map(_SEEN_AT, filled))) != _places(weights):
         return None
     for source in {id(each._ready): each for each in filled}.values():
         source.wait()
@@ -229,12 +254,9 @@ def _addresses(matrix: QuantizedMatrix) -> tuple[int, ...]:
     return tuple(0 if each is None else each.data_ptr() for each in matrix)
 
 
-def _places(weights: Sequence[torch.Tensor]) -> list[int]:
+def _places(weights: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
     # of each of hundreds of experts at every call: Python calls nothing here
-    return [*map(_DATA_PTR, weights), *map(_VERSION, weights), *map(getattr, weights, repeat(LOOKS), repeat(0))]
-
-
-_DATA_PTR, _VERSION = methodcaller("data_ptr"), attrgetter("_version")
+    return [(each.data_ptr(), each._version, getattr(each, LOOKS, 0)) for each in weights]
 
 
 def _decodes_to(matrix: torch.Tensor, data: torch.Tensor, inverse_scale: torch.Tensor) -> bool:
