@@ -300,8 +300,7 @@ class Break:
         # it may note something on any, or keep it
         others = iter(trained)
         inputs = [
-            next(others) if needed else each.detach()
-            for each, needed in zip(self.inputs, self.needs_grad, strict=True)
+            next(others) if needed else each.detach() for each, needed in zip(self.inputs, self.needs_grad, strict=True)
         ]
         for number, amax in self._amaxes:
             deliver_amax(inputs[number], amax)

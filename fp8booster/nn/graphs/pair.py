@@ -241,7 +241,7 @@ class GraphPair:
         ticket, again = _Ticket(), [given[number] for number in self._call.given_again]
         # backward comes to the first piece, which is its end, also where nothing is trained before the first eager call
         always = [self._always] if self._call.breaks else []
-        outputs = _Replayed.apply(self, 0, ticket, len(given), *given, *self._call.trained, *again, *always)
+        outputs = _replay(self, 0, ticket, len(given), *given, *self._call.trained, *again, *always)
         for piece, here in enumerate(self._call.breaks, 1):
             order, *trained = outputs
             try:
@@ -250,7 +250,7 @@ class GraphPair:
                 ticket.used = True  # who keeps the error keeps the ticket
                 raise
             # `order` lets autograd come to this piece before the one before it, also where no gradient goes between
-            outputs = _Replayed.apply(self, piece, ticket, len(found), *found, order)
+            outputs = _replay(self, piece, ticket, len(found), *found, order)
         return self._call.give(given, outputs)
 
     def _replay_forward(self, given: Sequence[Tensor], piece: int, ticket: _Ticket) -> tuple[Tensor, ...]:
@@ -397,3 +397,7 @@ class _Replayed(torch.autograd.Function):
         if ctx.piece < len(ctx.pair._call.breaks):  # the first of forward's outputs has none
             gradients = gradients[1:]
         return None, None, None, None, *ctx.pair._replay_backward(ctx.ticket, ctx.piece, gradients)
+
+
+# not `Function.apply`, which in Python looks for wrappers of torch.func around each argument: in them none is replayed
+_replay = super(torch.autograd.Function, _Replayed).apply

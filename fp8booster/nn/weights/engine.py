@@ -170,8 +170,7 @@ class _PinnedFillings:
         """As `Pinned.refresh`; waits for what fills them."""
         filled = all_filled(self._sources, self._of_all)
         if filled is None:  # one look does not tell
-            pairs = zip(self._sources, self._weights, strict=True)
-            if not all([source.is_provided(weights) for source, weights in pairs]):
+            if not all(map(EngineWeight.is_provided, self._sources, self._weights)):
                 return False
             filled = all_filled(self._sources, self._of_all)
         if filled is None:
