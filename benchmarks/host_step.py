@@ -51,7 +51,7 @@ WARM_UP = 8
 PHASES = ("forward", "backward", "update")
 
 
-class _Replays:
+class Replays:
     """Captures work by doing it once; a replay does nothing, and no memory is shared."""
 
     def __call__(self, work: Callable[[], Any], memory: Any = None) -> tuple[Callable[[], None], Any]:
@@ -231,7 +231,7 @@ def measure(engine: str, model: str, layers: int, buckets: int, graphs: bool, st
         fp8_options=("always=true", f"cuda_graphs={str(graphs).lower()}"),
         **_ENGINES[engine],
     )
-    with patch.object(recorder, "recorder_for", lambda device: _Replays()):
+    with patch.object(recorder, "recorder_for", lambda device: Replays()):
         step = _new_step(engine, job, buckets)
         with idle_gpu():
             phases = {name: getattr(step, name) for name in PHASES}

@@ -14,7 +14,7 @@ from torch import nn
 
 from fp8booster.nn.graphs.breaks import noted_breaks, run_eagerly
 from fp8booster.nn.graphs.static_call import StaticCall
-from fp8booster.nn.graphs.values import Unsupported, flatten, maker_of
+from fp8booster.nn.graphs.values import Places, Unsupported, flatten, maker_of
 
 
 class Mode(Enum):
@@ -163,6 +163,18 @@ def test_what_a_call_is_given_is_copied_whole_and_in_one_launch_where_it_is_word
     assert set(words) == {torch.int64}
     assert len(words) == 5  # hidden, angles, places, lone, none
     assert len(rest) == 5
+
+
+def test_what_has_other_strides_than_at_the_capture_is_copied_too() -> None:
+    tensors = list(given(0).values())
+    places = Places([torch.empty_like(each) for each in tensors], tensors)
+    others = list(given(1).values())
+    with torch.no_grad():
+        others[0] = others[0].transpose(1, 2).contiguous().transpose(1, 2)
+        others[1] = torch.cat([others[1].view(-1)[:1], others[1].view(-1)])[1:].view(1, 3, 4)  # words begin elsewhere
+        places.lay(others)
+    for place, each in zip(places.tensors, others, strict=True):
+        assert torch.equal(place, each)
 
 
 def test_a_call_that_has_ended_holds_nobody_who_cuts() -> None:
