@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import chain
 from operator import attrgetter, is_
+from typing import Any
 
 import torch
 from torch import nn
@@ -63,7 +64,7 @@ class Held:
         self._views = [*reached.views, *(each.values() for each in registered if each), (_END,)]
         self._objects = list(chain.from_iterable(self._views))
         self._parameters = [each for module in modules for each in module._parameters.values() if each is not None]
-        self._kinds, self._classes = list(map(_KIND, self._parameters)), list(map(_CLASS, modules))
+        self._kinds, self._classes = list(map(_KIND, self._parameters)), _classes_of(modules)
         self.parts = [
             *([*map(id, module._modules.values())] for module in modules),
             *self._classes,
@@ -96,7 +97,7 @@ class Held:
         return (
             all(map(is_, chain.from_iterable(self._views), self._objects))
             and list(map(_KIND, self._parameters)) == self._kinds
-            and list(map(_CLASS, self.modules)) == self._classes
+            and _classes_of(self.modules) == self._classes
             and list(map(_VERSION, self._on_host)) == self._numbers
             and list(map(_REQUIRES_GRAD, self._apart)) == self._are_trained
         )
@@ -146,6 +147,10 @@ def _is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
+def _classes_of(modules: list[nn.Module]) -> list[Any]:
+    return [(type(each), type(each).forward) for each in modules]
+
+
 def _is_plain(parameter: nn.Parameter) -> bool:
     return type(parameter) is nn.Parameter
 
@@ -164,7 +169,6 @@ def _gathered_by_torch() -> set[int]:
 _PARTS = attrgetter("_modules", "_buffers", "_parameters", *HOOKS)
 _HOOKS = attrgetter(*HOOKS)
 _KIND = attrgetter("__class__", "device", "dtype", "requires_grad")
-_CLASS = attrgetter("__class__", "__class__.forward")
 _VERSION = attrgetter("_version")
 _MOVES = attrgetter("moves")
 _REQUIRES_GRAD = attrgetter("requires_grad")

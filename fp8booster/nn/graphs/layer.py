@@ -149,7 +149,8 @@ class LayerGraphs:
         """Return what a layer's forward gives: by a replay in training, once a call of the kind was captured."""
         if not layer.training or torch.compiler.is_compiling():
             return forward(*args, **kwargs)
-        replayed, given = False, list[Tensor]()
+        replayed = False
+        given: list[Tensor] = []
         try:  # a second forward of checkpointing breaks off
             kind = self._kind_of(layer, args, kwargs, given)
             if kind is not None and kind.calls < WARM_UP:

@@ -128,7 +128,7 @@ class GraphPair:
         self._call = StaticCall(forward, args, kwargs, modules, recompute=recompute, results=results, breaking=breaking)
         in_fp8 = {id(weight) for use in uses for weight in use.weights}
         self._read = [each for each in parameters_of(modules) if id(each) not in in_fp8]
-        self._tensors = [each for each in tensors if is_plain(each)]
+        self._stay = [*self._read, *(each for each in tensors if is_plain(each))]
         self._read_at = self._lie_at()
         pinned = pin_all(uses, record)
         if pinned is None:
@@ -353,11 +353,11 @@ class GraphPair:
             self._aside = [(place, place.clone()) for place in places]
 
     def _lie_at(self) -> list[Any]:
-        return [(each.data_ptr(), each.shape, each.stride()) for read in (self._read, self._tensors) for each in read]
+        return [(each.data_ptr(), each.shape, each.stride()) for each in self._stay]
 
     def _versions(self) -> list[Any]:
-        read = [(each._version, each.data_ptr()) for each in self._read]
-        return [*read, *(pinned.version() for pinned in self._pinned)]
+        read: list[Any] = [(each._version, each.data_ptr()) for each in self._read]
+        return read + [pinned.version() for pinned in self._pinned]
 
 
 def _address(tensor: Tensor) -> int:

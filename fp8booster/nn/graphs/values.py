@@ -41,7 +41,8 @@ def flatten(value: Any, tensors: list[Tensor]) -> Hashable:
     """
     key: list[Any] = []
     before = len(tensors)
-    left, numbers = [value], dict[int, int]()
+    left: list[Any] = [value]
+    numbers: dict[int, int] = {}
     while left:  # a loop, for layers are given some ten values at each call
         each = left.pop()
         cls = type(each)
