@@ -259,3 +259,21 @@ def test_a_layer_with_a_compiled_part_runs_eagerly(device: torch.device, in_plac
             model.zero_grad()
     why_not = "a module inside is compiled; compile the whole layer or nothing of it"
     assert captured_layers(models[1]) == {why_not: 1, None: 1}
+
+
+def test_a_tensor_that_outlives_a_transform_of_torch_func_is_given_to_a_replay(device: torch.device) -> None:
+    """It is a wrapper, and `Function.apply` takes it off, past which a replay goes."""
+    models = blocks(device)
+    for step in range(WARM_UP + 2):
+        kept: list[torch.Tensor] = []
+
+        def doubled(x: torch.Tensor, kept: list[torch.Tensor] = kept) -> torch.Tensor:
+            kept.append(2 * x)
+            return x.sum()
+
+        torch.func.grad(doubled)(given(step, device))
+        found = [(run(model, kept[0]).sum(), model) for model in models]
+        assert torch.equal(found[0][0], found[1][0])
+        right, others = ((made.backward(), gradients(model))[1] for made, model in found)
+        assert all(map(torch.equal, others, right))
+    assert captured_layers(models[1]) == {None: 2}
