@@ -68,7 +68,7 @@ class Seen(NamedTuple):
         )
 
 
-_dict, _shape, _config = attrgetter("__dict__"), attrgetter("shape"), attrgetter("config")
+_dict, _place, _config = attrgetter("__dict__"), attrgetter("shape", "device"), attrgetter("config")
 _children, _parameters = itemgetter("_modules"), itemgetter("_parameters")
 _casts, _source = itemgetter("fp8_casts"), attrgetter("fp8_weight")
 _HOOKS = tuple(map(itemgetter, HOOKS))
@@ -104,7 +104,7 @@ class Look(NamedTuple):
     of_each_kind: list[nn.Module]
     """An expert of each class, with each class of activations and each configuration."""
 
-    shapes: list[torch.Size]
+    places: list[tuple[torch.Size, torch.device]]
     """Of the weights, which stay the same objects where their memory is exchanged."""
 
     seen: Seen
@@ -148,7 +148,7 @@ class AlikeExperts:
     def look(self) -> Look:
         """Return how the experts are now."""
         seen, last = Seen.of(self._experts), self._last
-        if last is not None and last.seen.is_same(seen) and last.shapes == _shapes(last.up, last.down):
+        if last is not None and last.seen.is_same(seen) and last.places == _places(last.up, last.down):
             return last
         self._last = None  # so that weights which are gone are freed
         found = _look_at(self._experts, seen)
@@ -157,8 +157,8 @@ class AlikeExperts:
         return found
 
 
-def _shapes(*stacks: Stack) -> list[torch.Size]:
-    return [shape for stack in stacks for shape in map(_shape, stack.weights)]
+def _places(*stacks: Stack) -> list[tuple[torch.Size, torch.device]]:
+    return [place for stack in stacks for place in map(_place, stack.weights)]
 
 
 def _look_at(experts: Sequence[nn.Module], seen: Seen) -> Look:
@@ -172,7 +172,7 @@ def _look_at(experts: Sequence[nn.Module], seen: Seen) -> Look:
     sources = [layer.fp8_weight for layer in up.layers + down.layers]
     may_be_provided = any(type(source).is_provided is not WeightSource.is_provided for source in sources)
     is_transient = any(source.is_transient for source in sources)
-    return Look(reason, up, down, may_be_provided, is_transient, list(kinds.values()), _shapes(up, down), seen)
+    return Look(reason, up, down, may_be_provided, is_transient, list(kinds.values()), _places(up, down), seen)
 
 
 def _why_not_alike(experts: Sequence[nn.Module]) -> str | None:

@@ -101,6 +101,7 @@ class GroupedExperts:
         self.experts, self._always = tuple(experts), always
         self._reasons: dict[bool, dict[str, None]] = {True: {}, False: {}}  # in training, and in evaluation
         self._alike = AlikeExperts(self.experts)
+        self._judged: tuple[Look, str | None] | None = None
         self._gate_up, self._down = StackCopy(), StackCopy()
         config = next((layer.fp8_config for layer in gate_up_down(experts[0]) if isinstance(layer, FP8Layer)), None)
         self.fp8_casts: dict[str, Casts] = {} if config is None else _casts(config)
@@ -308,10 +309,16 @@ class GroupedExperts:
 
     def _why_never(self, look: Look) -> str | None:
         """Return why the experts, as they are, cannot run as one on any tokens."""
-        if len(self.experts) < 2:
-            return "one expert"
         if (reason := look.why_not()) is not None:
             return reason
+        if self._judged is None or self._judged[0] is not look:
+            self._judged = look, self._why_not_as_one(look)
+        return self._judged[1]
+
+    def _why_not_as_one(self, look: Look) -> str | None:
+        """Return why experts that are alike cannot run as one, which follows from the look alone."""
+        if len(self.experts) < 2:
+            return "one expert"
         down = look.down.layers[0]
         config = down.fp8_config
         if not all(layer.fp8_config == config for layer in look.up.layers[:2]):

@@ -35,7 +35,7 @@ from fp8booster.kernels.token_rows import gather_rows, sum_rows
 from fp8booster.kernels.transpose import transposed
 from fp8booster.nn.experts.fp8_rows import FP8Rows
 from fp8booster.nn.experts.row_layout import RowLayout
-from fp8booster.nn.linear.functional import once_differentiable
+from fp8booster.nn.linear.functional import applied_directly, once_differentiable
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.source import BackwardWeight
 from fp8booster.scaling import INPUT, OUTPUT_GRADIENT
@@ -138,7 +138,7 @@ def grouped_linear(
         x = how.casts.quantize(INPUT, input, transposed=for_weight)
     else:
         x = how.casts.quantize(INPUT, _not_empty(input))
-    return _GroupedLinear.apply(input, x, w, how, *weights)
+    return _apply(input, x, w, how, *weights)
 
 
 def _not_empty(tokens: torch.Tensor) -> torch.Tensor:
@@ -222,6 +222,9 @@ class _GroupedLinear(torch.autograd.Function):
             whole = summed_product(rows, columns, scale_of_rows, scale, groups, factor=factor, **options)
             dw = whole.view(ctx.count, *ctx.shape).unbind(0)  # in one call, for there may be hundreds
         return dx, *(None,) * 3, *dw
+
+
+_apply = applied_directly(_GroupedLinear)
 
 
 def _options(config: FP8Config, name: str, length: int) -> dict[str, bool]:

@@ -17,7 +17,7 @@ from fp8booster.nn.graphs.breaks import Result
 from fp8booster.nn.graphs.recorder import Memory, Place, Recorder
 from fp8booster.nn.graphs.static_call import StaticCall, parameters_of
 from fp8booster.nn.graphs.values import is_plain
-from fp8booster.nn.linear.functional import once_differentiable
+from fp8booster.nn.linear.functional import applied_directly, once_differentiable
 from fp8booster.nn.weights.engine import pin_all
 from fp8booster.nn.weights.pinned import Use, copies_are_held
 from fp8booster.scaling.steps import Steps
@@ -399,5 +399,4 @@ class _Replayed(torch.autograd.Function):
         return None, None, None, None, *ctx.pair._replay_backward(ctx.ticket, ctx.piece, gradients)
 
 
-# not `Function.apply`, which in Python looks for wrappers of torch.func around each argument: in them none is replayed
-_replay = super(torch.autograd.Function, _Replayed).apply
+_replay = applied_directly(_Replayed)

@@ -63,6 +63,20 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
+def applied_directly(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Return what applies a function of autograd, for callers that `torch.compile` does not see.
+
+    `Function.apply` looks in Python for wrappers of `torch.func` around each argument, of which experts have hundreds.
+    """
+    direct = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+    def apply(*arguments: Any) -> Any:
+        within_func = torch._C._functorch.peek_interpreter_stack() is not None
+        return function.apply(*arguments) if within_func else direct(*arguments)
+
+    return apply
+
+
 Map = Callable[[torch.Tensor], torch.Tensor]
 
 

@@ -632,3 +632,18 @@ def test_grouped_experts_compute_what_they_compute_one_by_one_on_a_gpu(kept: str
     one_by_one, found = run(None), run(grouped)
     assert grouped.why_one_by_one is None
     assert_near(found, one_by_one, 0.12)
+
+
+def test_transforms_of_torch_func_are_refused() -> None:
+    """In them the function of autograd behind the products would be passed by."""
+    made = experts()
+    grouped, counts = GroupedExperts(made, always=True), HostCopy(torch.tensor(COUNTS["even"]))
+
+    def of(tokens: torch.Tensor) -> torch.Tensor:
+        return run_experts(tokens, counts, made, grouped=grouped).float().sum()
+
+    tokens = torch.randn(64, HIDDEN).bfloat16()
+    of(tokens)
+    assert grouped.why_one_by_one is None
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.grad(of)(tokens)
