@@ -212,9 +212,8 @@ class _Trial:
                 shape = 1, 1, self.length, self.length
                 mask = torch.full(shape, -torch.inf, device="cpu", dtype=torch.float32).triu(1)
             else:
-                embeddings = PackedEmbeddings(embeddings)
                 boundaries = torch.tensor([0, self.length], device="cpu", dtype=torch.int32)
-                embeddings.sequences = Sequences(boundaries, self.length)
+                embeddings = PackedEmbeddings.of(embeddings, Sequences(boundaries, self.length))
         positions = torch.arange(self.length, device="cpu", dtype=torch.int64)
         given = {"position_embeddings": embeddings, "attention_mask": mask, "cache_position": positions}
         written = getattr(cls, "tried", (cls, cls.forward))[1]  # by transformers, also where the class is fused

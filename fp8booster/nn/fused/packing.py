@@ -13,7 +13,7 @@ import inspect
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -27,7 +27,7 @@ from fp8booster.nn.fused.caches import CACHES
 from fp8booster.nn.fused.families import WITH_SINKS, has_sinks, is_attention
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Sequences:
     """The boundaries of the sequences of a batch, its rows one behind the other."""
 
@@ -35,17 +35,45 @@ class Sequences:
     """[sequences + 1], int32, on the batch's device: 0, where the second begins, ..., the number of tokens."""
 
     longest: int  # tokens of the longest; more are allowed, which costs time alone
+    are_rows: bool = False
+    """Each row is a sequence: what a CUDA graph can have for good."""
 
     @cached_property
     def on_host(self) -> list[int]:
         """Return the boundaries; the first use waits for the device."""
         return self.boundaries.tolist()
 
+    @staticmethod
+    def of_rows(rows: int, length: int, device: torch.device) -> Sequences:
+        """Return rows of so many tokens as sequences, made once: graphs read the boundaries where they lie."""
+        place = rows, length, device
+        made = _ROWS.get(place)
+        if made is None:
+            with torch.inference_mode(False):
+                boundaries = torch.arange(rows + 1, device=device, dtype=torch.int32) * length
+            made = Sequences(boundaries, length, are_rows=True)
+            vars(made)["on_host"] = [row * length for row in range(rows + 1)]
+            # what stands for a tensor, or will have values once a graph is replayed, is of this call alone
+            captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+            if type(boundaries) is Tensor and not captured:
+                _ROWS[place] = made
+        return made
+
+
+_ROWS: dict[tuple[int, int, torch.device], Sequences] = {}
+
 
 class PackedEmbeddings(tuple):
     """cos and sin, or what there is in their place, as transformers makes them, of sequences in a row."""
 
     sequences: Sequences | None = None  # it was rebuilt by something that did not know them
+
+    @classmethod
+    def of(cls, embeddings: Iterable[Any], sequences: Sequences) -> PackedEmbeddings:
+        """Return embeddings that tell the sequences of their tokens."""
+        made = cls(embeddings)
+        made.sequences = sequences
+        return made
 
 
 def sequences_of(position_embeddings: tuple[Tensor, Tensor]) -> Sequences | None:
@@ -234,9 +262,7 @@ class Packing:
         if self.sequences is None:
             return output
         # a tuple of a class of its own: layers are handed it whole, also by checkpointing, FSDP and pipelines
-        packed = PackedEmbeddings((output,) if isinstance(output, Tensor) else output)
-        packed.sequences = self.sequences
-        return packed
+        return PackedEmbeddings.of((output,) if isinstance(output, Tensor) else output, self.sequences)
 
     def follow(self, module: nn.Module, before: Callable) -> None:
         """Know the sequences of a module's batch, as a hook finds them, as long as its forward runs."""
@@ -304,7 +330,7 @@ def _rows(model: nn.Module, given: dict[str, Any]) -> Sequences | None:
     if config._attn_implementation != WITH_SINKS:
         return None
     (rows, length), device = _tokens(given)
-    return Sequences(torch.arange(rows + 1, device=device, dtype=torch.int32) * length, length)
+    return Sequences.of_rows(rows, length, device)
 
 
 def let_pack(model: nn.Module) -> None:

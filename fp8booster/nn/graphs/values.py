@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8booster.nn.fused.packing import PackedEmbeddings
+
 CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device, Enum)
 """Values that a graph has for good."""
 
@@ -62,6 +64,9 @@ def flatten(value: Any, tensors: list[Tensor]) -> Hashable:
             left += reversed(each.values())
         elif isinstance(each, CONSTANTS):
             key += (cls, each)
+        elif cls is PackedEmbeddings and each.sequences is not None and each.sequences.are_rows:
+            key += (cls, each.sequences, len(each))
+            left += each[::-1]
         else:
             raise Unsupported(cls.__name__)
     return tuple(key)
@@ -84,6 +89,9 @@ def maker_of(value: Any, numbers: dict[int, int] | None = None) -> Callable[[Seq
     if cls is dict:
         named = {name: maker_of(each, numbers) for name, each in value.items()}
         return lambda tensors: {name: make(tensors) for name, make in named.items()}
+    if cls is PackedEmbeddings:
+        inside, sequences = [maker_of(each, numbers) for each in value], value.sequences
+        return lambda tensors: PackedEmbeddings.of([make(tensors) for make in inside], sequences)
     return lambda tensors: value
 
 
