@@ -121,6 +121,10 @@ class Mixture(nn.Module):
         # one by one an expert's own layers cast too, and are observed: nobody observes this cast
         return casts if self.training and casts.state is not None else casts.evaluation
 
+    def are_trained(self) -> bool:
+        """Tell whether a parameter of this rank's experts needs a gradient (`spread.HeldExperts`)."""
+        return any(each.requires_grad for expert in own_experts(self) for each in expert.parameters())
+
     def prepare(self, tokens: Tensor, rows: int) -> Run:
         """Look at the experts, and return what computes them (`spread.HeldExperts`)."""
         own, grouped = own_experts(self), self._experts_now()

@@ -69,6 +69,10 @@ class SpreadExperts(nn.Module):
         """Return None: the module's class reads high precision (`spread.HeldExperts`)."""
         return None
 
+    def are_trained(self) -> bool:
+        """Tell whether a parameter here needs a gradient (`spread.HeldExperts`)."""
+        return any(parameter.requires_grad for parameter in self.parameters())
+
     def prepare(self, tokens: torch.Tensor, rows: int) -> Run:
         """Return what computes the experts (`spread.HeldExperts`)."""
         return self.run

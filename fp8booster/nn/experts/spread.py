@@ -65,6 +65,9 @@ class HeldExperts(Protocol):
     def input_casts(self, tokens: torch.Tensor) -> Casts | None:
         """Return what casts the inputs of their first product; None: it reads 16 bits of these tokens."""
 
+    def are_trained(self) -> bool:
+        """Tell whether any of their parameters needs a gradient."""
+
     def prepare(self, tokens: torch.Tensor, rows: int) -> Run:
         """Look at the experts, which takes the host a while, and give what computes them, once.
 
@@ -91,6 +94,10 @@ class _Loads:
         """Tell whether all ranks cast their tokens, where this one does; the host waits."""
         return _NO_CAST not in [rank[self.held] for rank in self.numbers.tolist()[1]]
 
+    def need_gradients(self, of: int) -> bool:
+        """Tell whether backward comes to what any rank has of `_TOKENS` or of `_EXPERTS`; the host waits."""
+        return any(not rank[-1] & of for rank in self.numbers.tolist()[1])
+
     def sizes(self) -> _Sizes:
         """Wait for the sizes of messages, which all-to-all with uneven splits needs."""
         return _Sizes(*([sum(rank[: self.held]) for rank in of_all] for of_all in self.numbers.tolist()))
@@ -98,6 +105,9 @@ class _Loads:
 
 _NO_CAST = -1
 """A rank tells that its experts do not read tokens that were cast before they were sent."""
+
+_TOKENS, _EXPERTS = 1, 2
+"""Bits of what a rank tells to need no gradients, where gradients are computed."""
 
 
 class _Cast(NamedTuple):
@@ -191,7 +201,7 @@ class Spread:
         """
         wire = Wire.of(tokens, self.group, self.encoding)
         casts = self._casts_before_sending(wire, experts.input_casts(tokens))
-        numbers = self._told(chosen, tokens, casts)
+        numbers = self._told(chosen, tokens, casts, experts)
         # the host waits for the numbers alone: what is queued behind them keeps the GPU busy when the host goes on. A
         # graph cannot tell when they are there
         copy = None if is_captured() else HostCopy(numbers)
@@ -236,6 +246,9 @@ class Spread:
         # what takes the host alone comes before it waits, as GPUs and other ranks are busy until then
         run = experts.prepare(tokens, len(routes.choices))
         sizes = loads.sizes()
+        trains = torch.is_grad_enabled()
+        if trains and not tokens.requires_grad and loads.need_gradients(_TOKENS):
+            tokens, message = _on_the_way_back(tokens), None if message is None else _on_the_way_back(message)
         arrived: Rows
         if sent is not None and casts is not None and loads.all_cast():
             cast = _Cast(QuantizedMatrix(*sent[0]), *sent[1:])
@@ -246,6 +259,8 @@ class Spread:
                 self.way = _ENCODED.format("as another rank's experts read them otherwise")
             arrived = wire.decoded(wire.exchanged(message, *sizes))
         made = self._at_experts(arrived, loads, run)
+        if trains and not made.requires_grad and loads.need_gradients(_EXPERTS):
+            made = _on_the_way_back(made)
         return wire.exchanged(wire.encoded(made), sizes.received, sizes.sent)
 
     def _casts_before_sending(self, wire: Wire, casts: Casts | None) -> Casts | None:
@@ -257,20 +272,26 @@ class Spread:
         self.way = AS_CAST if why_not is None else _ENCODED.format(why_not)
         return casts if why_not is None else None
 
-    def _told(self, chosen: torch.Tensor, tokens: torch.Tensor, casts: Casts | None) -> torch.Tensor:
-        """Tell the ranks how many rows go from each of them to each expert, and what casts the tokens need.
+    def _told(
+        self, chosen: torch.Tensor, tokens: torch.Tensor, casts: Casts | None, experts: HeldExperts
+    ) -> torch.Tensor:
+        """Tell the ranks how many rows go from each of them to each expert, and what casts and gradients they need.
 
         Returns:
-            int64 [2, ranks, experts of each, and one or none]: rows from this rank for each expert; rows from each rank
-            for those here. Behind them bits of each rank's amax, or `_NO_CAST`; where none is, nothing is told.
+            int64 [2, ranks, experts of each, and two or one]: rows from this rank for each expert; rows from each rank
+            for those here. Behind them bits of each rank's amax, or `_NO_CAST`, where tokens may be encoded; and what
+            needs no gradients, `_TOKENS` and `_EXPERTS`.
         """
         tells = self.encoding is not None
-        numbers = chosen.new_empty(2, self.ranks, self.held + tells, dtype=torch.int64)
+        numbers = chosen.new_zeros(2, self.ranks, self.held + tells + 1, dtype=torch.int64)
         counts, arriving = numbers
         amaxes = _amaxes_of(tokens) if casts is not None and casts.scaling.granularity == "tensorwise" else None
         count_choices(chosen.reshape(-1).contiguous(), counts, self.held, amaxes)
-        if tells and amaxes is None:  # rows that are cast have scales of their own
-            counts[:, self.held] = _NO_CAST if casts is None else 0
+        if tells and casts is None:
+            counts[:, self.held] = _NO_CAST
+        # gradients of tokens come through the experts
+        if torch.is_grad_enabled() and not tokens.requires_grad:
+            counts[:, -1] = _TOKENS if experts.are_trained() else _TOKENS | _EXPERTS
         # counts go ahead of the tokens: a rank must know how many rows it receives before it makes room
         dist.all_to_all_single(arriving, counts, group=self.group)
         return numbers
@@ -292,6 +313,14 @@ class Spread:
         """Return what this rank's experts make of rows, [R, H]."""
         # tokens of all these ranks add up here, and the gradient is to be a mean over ranks
         return run(rows, loads.by_sender, 1 / self.ranks)
+
+
+def _on_the_way_back(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without a gradient as one with a gradient that nobody reads: backward exchanges rows for it.
+
+    All ranks of an exchange must come to it, also those that train nothing before it.
+    """
+    return tensor.detach().requires_grad_()
 
 
 def _amaxes_of(tokens: torch.Tensor) -> torch.Tensor:

@@ -186,7 +186,9 @@ def test_experts_are_told_which_rows_are_whose() -> None:
         return run
 
     noted: list[torch.Tensor] = []
-    experts: Any = SimpleNamespace(input_casts=lambda tokens: None, prepare=prepare, note_choice=noted.append)
+    experts: Any = SimpleNamespace(
+        input_casts=lambda tokens: None, are_trained=lambda: False, prepare=prepare, note_choice=noted.append
+    )
     tokens = torch.randn(2, 8)
     with mock.patch.object(HostCopy, "tolist", autospec=True, side_effect=HostCopy.tolist) as waits:
         mixed = spread_over.mix(tokens, chosen, torch.full((2, 2), 0.5), experts)

@@ -167,6 +167,28 @@ def test_ranks_with_few_rows_or_none_learn(case: str) -> None:
 
 
 @ranks(2)
+@pytest.mark.parametrize("trained", ["tokens", "experts"])
+@pytest.mark.parametrize("way", [AS_CAST, "encoded", IN_16_BITS])
+def test_backward_comes_to_what_one_rank_alone_trains(way: str, trained: str) -> None:
+    config, encoding = config_of() if way == AS_CAST else None, None if way == IN_16_BITS else DEFAULT
+    x, *choice = call_of(dist.get_rank())
+    found = []
+    for alone in (True, False):
+        block = block_of(config, 2, encoding)
+        is_trained = dist.get_rank() == 1 or not alone
+        for parameter in block.parameters():
+            parameter.requires_grad_(is_trained and trained == "experts")
+        tokens = x.clone().requires_grad_(is_trained and trained == "tokens")
+        mix(block, tokens, *choice).float().square().sum().backward()
+        found.append([each.grad for each in (tokens, *block.parameters()) if each.grad is not None])
+    if dist.get_rank() == 1:
+        assert found[0]
+        assert all(map(torch.equal, *found))
+    else:
+        assert not found[0]
+
+
+@ranks(2)
 def test_what_is_not_finite_on_one_rank_is_on_all() -> None:
     for bad in (float("inf"), float("nan")):
         block = block_of(config_of(), 2)

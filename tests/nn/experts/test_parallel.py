@@ -147,6 +147,31 @@ def test_they_are_where_ranks_have_other_numbers_of_tokens(family: str) -> None:
 
 
 @ranks(2)
+@pytest.mark.parametrize("routers", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_they_are_where_one_rank_alone_trains_its_experts(family: str, routers: bool) -> None:
+    """As in expert-specialized fine-tuning (arXiv 2407.01906); the other sends gradients back all the same."""
+    model = tiny_mixture(family)
+    spread = copy.deepcopy(model)
+    spread_experts(spread, dist.group.WORLD)
+    for each in (model, spread):
+        for name, parameter in each.named_parameters():
+            is_router = "router" in name or name.endswith("gate.weight")
+            trained = ".experts." in name and (spread_of(parameter) is None or dist.get_rank() == 1)
+            parameter.requires_grad_(trained or (routers and is_router))
+    tokens = batch_of(dist.get_rank())
+    _, expected = expected_of(model, tokens, False)
+    _, found = backward(spread, tokens)
+    assert found.keys() == {name for name, parameter in spread.named_parameters() if parameter.requires_grad}
+    for name, gradient in found.items():
+        if spread_of(spread.get_parameter(name)) is None:
+            dist.all_reduce(gradient)
+            gradient /= 2
+        right = part_of(spread, name, expected[name])
+        assert (gradient - right).abs().max() <= 1e-5 + 1e-4 * right.abs().max(), name
+
+
+@ranks(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_they_are_where_layers_are_computed_again_in_backward(family: str) -> None:
     model = tiny_mixture(family)
