@@ -373,8 +373,10 @@ def all_to_all_single(
         received, sent = (Parts.even(each, ranks, encoding) for each in (arriving, flat_input))
     else:
         _require_rows(output, input)
-        received = Parts.of_rows(arriving, _splits(output, output_split_sizes, ranks, "output"), row, encoding)
-        sent = Parts.of_rows(flat_input, _splits(input, input_split_sizes, ranks, "input"), row, encoding)
+        received_values = [row * split for split in _splits(output, output_split_sizes, ranks, "output")]
+        sent_values = [row * split for split in _splits(input, input_split_sizes, ranks, "input")]
+        received = Parts.of_tensors(arriving.split(received_values), encoding)
+        sent = Parts.of_tensors(flat_input.split(sent_values), encoding)
     return _exchange(call, sent, received, [output])
 
 

@@ -14,9 +14,6 @@ from fp8booster.kernels import block_cast
 from fp8booster.kernels.message_layout import MessageLayout
 from fp8booster.scaling.checks import require_switch
 
-MOST_OF_ROW = 1.01
-"""A row is a piece by itself where padding makes it at most so much longer."""
-
 SMALLEST_BLOCK = 32
 LARGEST_BLOCK = 4096
 
@@ -148,23 +145,6 @@ class Parts(NamedTuple):
         """Return as many values of a tensor for each rank."""
         layout = encoding.layout(tensor.numel() // ranks, ranks)
         return cls([tensor], [layout], None, layout.bytes)
-
-    @classmethod
-    def of_rows(cls, tensor: Tensor, splits: Sequence[int], row: int, encoding: Encoding) -> Parts:
-        """Return some rows of a tensor for each rank.
-
-        Args:
-            tensor: all rows, which follow each other.
-            splits: how many for each rank.
-            row: values of a row.
-            encoding: of the message.
-        """
-        if row and encoding.block_size is not None:
-            layout = encoding.layout(row, tensor.numel() // row)
-            # rows as pieces are of one size, however many a rank gets: one launch. Padding takes most of short ones
-            if layout.piece_bytes <= MOST_OF_ROW * row * (1 + 4 / encoding.block_size):
-                return cls([tensor], [layout], [split * layout.piece_bytes for split in splits], layout.bytes)
-        return cls.of_tensors(tensor.split([split * row for split in splits]), encoding)
 
     @classmethod
     def of_tensors(cls, tensors: Sequence[Tensor], encoding: Encoding) -> Parts:

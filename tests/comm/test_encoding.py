@@ -6,7 +6,6 @@ import torch.distributed as dist
 
 from fp8booster import comm, formats
 from fp8booster.comm import Encoding, encoding
-from fp8booster.comm.encoding import Parts
 from tests.comm.bounds import assert_within, block_amax, rounding_bound
 from tests.distributed import ranks
 
@@ -87,24 +86,3 @@ def test_what_is_cast_is_named_by_the_call_that_it_is_for() -> None:
         encoding.observers.clear()
     reduced, gathered = ["all_reduce", "all_reduce sums"], "all_gather_into_tensor"
     assert names == [*reduced, *(["send", gathered, gathered] if other else [gathered, "send", gathered])]
-
-
-@pytest.mark.parametrize(("row", "alone"), [(2048, True), (2880, True), (768, True), (256, False), (7, False)])
-def test_long_rows_are_pieces_and_short_ones_lie_together(row: int, alone: bool) -> None:
-    splits, encoding = [3, 0, 2], Encoding()
-    values = torch.randn(5, row)
-    parts = Parts.of_rows(values.flatten(), splits, row, encoding)
-    assert (len(parts.layouts) == 1) is alone
-    assert parts.sizes is not None
-    assert sum(parts.sizes) == parts.bytes
-    assert parts.bytes < 1.05 * values.numel() + 100
-    message = torch.empty(parts.bytes, dtype=torch.uint8)
-    parts.encode(message, encoding, "send")
-    # who gets some of them need not know of the others
-    arrived = []
-    for split, part in zip(splits, message.split(parts.sizes), strict=True):
-        found = torch.full((split, row), 7.0)
-        Parts.of_rows(found.flatten(), [split], row, encoding).decode(part, encoding)
-        arrived.append(found)
-    error = (torch.cat(arrived) - values).norm() / values.norm()
-    assert 0 < error < 0.04

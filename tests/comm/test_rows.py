@@ -1,0 +1,50 @@
+"""Rows that are encoded one by one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fp8booster import formats
+from fp8booster.comm import Encoding
+from fp8booster.comm.rows import WORD, decode_rows, encode_rows
+
+ENCODINGS = {
+    "default": Encoding(),
+    "E5M2": Encoding(format=formats.E5M2),
+    "small blocks": Encoding(block_size=32),
+    "one scale": Encoding(block_size=None),
+    "powers of two": Encoding(power_of_two=True),
+}
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS.values(), ids=ENCODINGS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("width", [1, 7, 24, 256, 768, 2880])
+def test_who_gets_some_rows_need_not_know_of_the_others(width: int, dtype: torch.dtype, encoding: Encoding) -> None:
+    rows = torch.randn(5, width).to(dtype)
+    message = encode_rows(rows, encoding)
+    for some in ([0, 1, 2, 3, 4], [3, 1], [2], []):
+        found = decode_rows(message[some], width, dtype, encoding)
+        assert found.dtype is dtype
+        assert found.shape == (len(some), width)
+        if some:
+            error = (found - rows[some]).float().norm() / rows[some].float().norm()
+            assert error < (0.08 if encoding.format is formats.E5M2 else 0.045)
+
+
+@pytest.mark.parametrize("width", [768, 1024, 2048, 2880, 4096, 7168])
+def test_scales_and_padding_take_little_of_a_long_row(width: int) -> None:
+    message = encode_rows(torch.ones(3, width), Encoding())
+    assert message.shape[0] == 3
+    assert message.shape[1] * WORD <= 1.021 * width
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS.values(), ids=ENCODINGS)
+@pytest.mark.parametrize("width", [7, 256, 300])
+def test_a_word_is_nan_only_where_a_value_is(width: int, encoding: Encoding) -> None:
+    """So who looks for NaN among gradients, as autograd's anomaly mode does, finds those that there are."""
+    rows = torch.randn(200, width) * torch.logspace(-30, 30, 200).unsqueeze(1)
+    assert not encode_rows(rows, encoding).isnan().any()
+    rows[3, width // 2] = torch.nan
+    assert encode_rows(rows, encoding)[3].isnan().any()
