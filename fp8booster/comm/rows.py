@@ -40,7 +40,7 @@ def encode_rows(rows: Tensor, encoding: Encoding, purpose: str = _COLLECTIVE) ->
     count, width = rows.shape
     layout = encoding.layout(width, count)
     message = torch.empty(count, layout.piece_bytes // WORD, dtype=torch.float32, device=rows.device)
-    encoding.encode(rows.view(-1), message.view(-1).view(torch.uint8), layout, purpose)
+    encoding.encode(rows.view(-1), _bytes(message), layout, purpose)
     return message
 
 
@@ -53,8 +53,29 @@ def decode_rows(message: Tensor, width: int, dtype: torch.dtype, encoding: Encod
         encoding: as there.
     """
     rows = torch.empty(len(message), width, dtype=dtype, device=message.device)
-    encoding.decode(message.view(-1).view(torch.uint8), rows.view(-1), encoding.layout(width, len(message)))
+    encoding.decode(_bytes(message), rows.view(-1), encoding.layout(width, len(message)))
     return rows
+
+
+def sum_rows(
+    message: Tensor, places: Tensor, weights: Tensor, width: int, dtype: torch.dtype, encoding: Encoding
+) -> Tensor:
+    """Return the weighted sum of each token's rows in a message, [T, width] (`message_rows.sum_message`)."""
+    layout = encoding.layout(width, len(message))
+    return encoding.sum_rows(_bytes(message), places, weights, layout, dtype)
+
+
+def sum_rows_backward(
+    gradient: Tensor, message: Tensor, places: Tensor, weights: Tensor, encoding: Encoding, purpose: str = _COLLECTIVE
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of a message, as another, and of the weights (`message_rows.sum_message_backward`)."""
+    layout = encoding.layout(gradient.shape[1], len(message))
+    made, dweights = encoding.sum_rows_backward(gradient, _bytes(message), places, weights, layout, purpose)
+    return made.view(torch.float32).view(message.shape), dweights
+
+
+def _bytes(message: Tensor) -> Tensor:
+    return message.view(-1).view(torch.uint8)
 
 
 def send_rows(

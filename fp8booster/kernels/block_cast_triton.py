@@ -223,7 +223,7 @@ class _Tiling(NamedTuple):
         return self.tiles * self.tile["TILE_BLOCKS"]
 
 
-def _tiling(layout: MessageLayout) -> _Tiling:
+def tiling_of(layout: MessageLayout) -> _Tiling:
     block = layout.block_size or TENSORWISE_BLOCK
     # all copies of the one scale are the first tile's
     blocks = layout.scale_count
@@ -264,7 +264,7 @@ def _encode_launch(
     power_of_two: bool,
 ) -> tuple[Launch, int]:
     """Return the launch of `encode_kernel`, up to the last tile where `end` is None, and the tiles of a piece."""
-    tiling = _tiling(piece)
+    tiling = tiling_of(piece)
     end = tiling.end if end is None else end
     tiles = ceil_div(end - first, tiling.tile["TILE_BLOCKS"])
     launch = Launch(
@@ -327,7 +327,7 @@ def _encode_side_by_side(
 @functools.lru_cache(maxsize=LAUNCHES)
 def _decode_launch(piece: MessageLayout, total: int, dtype: torch.dtype) -> tuple[Launch, int]:
     """Return the launch of `decode_kernel`, and the tiles of a piece."""
-    tiling = _tiling(piece)
+    tiling = tiling_of(piece)
     launch = Launch(
         decode_kernel,
         (total, tiling.tiles, piece.count, piece.bytes),
@@ -379,7 +379,7 @@ def _sum_launch(
     layout: MessageLayout, total: int, dtype: torch.dtype, factor: float, encode: bool, power_of_two: bool
 ) -> tuple[Launch, int]:
     """Return the launch of `sum_kernel`, and its number of programs."""
-    tiling = _tiling(layout)
+    tiling = tiling_of(layout)
     launch = Launch(
         sum_kernel,
         (total, tiling.end, layout.count, layout.piece_bytes, float(factor)),

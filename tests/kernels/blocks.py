@@ -7,8 +7,10 @@ from itertools import product
 
 import torch
 
-from fp8booster.kernels import activation, rope, row_norm, token_rows
+from fp8booster.formats import E4M3
+from fp8booster.kernels import activation, block_cast, message_rows, rope, row_norm, token_rows
 from fp8booster.kernels.group_codes import encode_groups
+from fp8booster.kernels.message_layout import MessageLayout
 from fp8booster.kernels.scales import amax_of
 
 Outputs = list[torch.Tensor]
@@ -197,6 +199,52 @@ def token_cases(device: torch.device, shapes: list[tuple[int, int, int]]) -> Ite
                 return list(token_rows.sum_rows_backward.reference(dy, rows, places, weights))
 
             yield f"sums of rows, backward {name}", backward, backward_reference
+
+            for block_size in (32, 256, None):
+                # by powers of two eighths are cast and decoded as they were; else see the norm's
+                yield from _message_cases(name, rows, dy, places, weights.log2().floor().exp2(), block_size, True)
+                if device.type == "cuda":
+                    yield from _message_cases(name, rows, dy, places, weights, block_size, False)
+
+
+def _message_cases(
+    name: str,
+    rows: torch.Tensor,
+    dy: torch.Tensor,
+    places: torch.Tensor,
+    weights: torch.Tensor,
+    block_size: int | None,
+    power_of_two: bool,
+) -> Iterator[Case]:
+    """The same of rows that lie in a message."""
+    layout = MessageLayout.of(rows.shape[1], len(rows), block_size)
+    message = torch.empty(layout.bytes, dtype=torch.uint8, device=rows.device)
+    block_cast.encode.reference(rows.view(-1), message, layout, E4M3, power_of_two)
+    of = message, places, weights, layout, E4M3
+    kernels = _triton("message_rows")
+
+    def decoded(dmessage: torch.Tensor) -> torch.Tensor:
+        values = torch.empty_like(rows)
+        block_cast.decode.reference(dmessage, values.view(-1), layout, E4M3)
+        return values
+
+    def forward() -> tuple[Outputs, None]:
+        return [kernels.sum_message_triton(*of, rows.dtype)], None
+
+    def forward_reference() -> Outputs:
+        return [message_rows.sum_message.reference(*of, rows.dtype)]
+
+    def backward() -> tuple[Outputs, None]:
+        dmessage, dweights = kernels.sum_message_backward_triton(dy, *of, power_of_two)
+        return [decoded(dmessage), dweights], None
+
+    def backward_reference() -> Outputs:
+        dmessage, dweights = message_rows.sum_message_backward.reference(dy, *of, power_of_two)
+        return [decoded(dmessage), dweights]
+
+    name = f"{name} blocks {block_size}"
+    yield f"sums of rows of a message {name}", forward, forward_reference
+    yield f"sums of rows of a message, backward {name}", backward, backward_reference
 
 
 def differences(cases: Iterator[Case]) -> Iterator[str]:

@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 
 from fp8booster import formats
 from fp8booster.kernels import block_cast_triton as kernels
+from fp8booster.kernels import message_rows_triton as rows_kernels
 from tests.kernels import compiled
 from tests.kernels.compiled import narrow_accesses
 
@@ -26,6 +27,10 @@ TYPES = {
     "count": "i32",
     "size": "i32",
     "factor": "fp32",
+    "places": "*i64",
+    "weights": "*bf16",
+    "dweights": "*bf16",
+    "dmessage": "*u8",
 }
 UNSPECIALIZED = {"partial_count", "first", "end", "tiles", "factor", "partials"}
 FORMAT = {"E4M3": True, "LIMIT": formats.MAX[formats.E4M3], "POWER_OF_TWO": False}
@@ -41,7 +46,7 @@ def ptx_of(kernel, constants: dict[str, object], x: str, *, aligned: bool = True
 
 def stages_of(kernel, constants: dict[str, object], x: str, *, aligned: bool = True) -> Mapping[str, str]:
     """Compile with every count a multiple of 16 or of nothing; pieces always begin at one."""
-    types = TYPES | {"x": x, "out": "*u8" if constants.get("ENCODE") else x}
+    types = TYPES | {"x": x, "y": x, "dy": x, "out": "*u8" if constants.get("ENCODE") else x}
     unspecialized = UNSPECIALIZED | (set() if aligned else {"total", "part", "count"})
     options = {"num_warps": kernels.WARPS, "enable_fp_fusion": False}
     return compiled.stages_of(kernel, types, constants, unspecialized=unspecialized, **options)
@@ -66,6 +71,18 @@ def test_the_sum_moves_whole_vectors_and_rounds_each_product(pieces, encode) -> 
     assert "ld.global.v4.b32" in ptx
     assert narrow_accesses(ptx) == []
     assert "fma.rn.f32" not in ptx  # the reference rounds the product before it adds
+
+
+@pytest.mark.parametrize("x", ["*bf16", "*fp16", "*fp32"])
+def test_sums_of_rows_of_a_message_move_whole_vectors(x: str) -> None:
+    given = {**FORMAT, **ROWS, "OF_TOKEN": 2, "ROUNDED": x != "*fp32"}
+    for kernel in (rows_kernels.sum_message_kernel, rows_kernels.sum_message_backward_kernel):
+        ptx = ptx_of(kernel, given, x)
+        assert "ld.global.v4.b32" in ptx or "ld.global.v2.b32" in ptx
+        assert "st.global.v4.b32" in ptx or "st.global.v2.b32" in ptx
+        assert not [each for each in narrow_accesses(ptx) if "b8" in each]
+        assert len(narrow_accesses(ptx)) <= 2  # of weights
+        assert "fma.rn.f32" not in ptx
 
 
 def test_sizes_that_are_multiples_of_nothing_compile() -> None:

@@ -11,17 +11,18 @@ every rank has a gradient for every expert that it holds, in the same order, as 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 
 from fp8booster.comm.encoding import Encoding
-from fp8booster.comm.rows import decode_rows, encode_rows, send_rows, why_not_encoded
+from fp8booster.comm.rows import decode_rows, encode_rows, send_rows, sum_rows, sum_rows_backward, why_not_encoded
 from fp8booster.nn.experts.fp8_rows import FP8Rows, values_of, with_amax
 from fp8booster.nn.experts.grouped import Grouped
 from fp8booster.nn.experts.host_copy import HostCopy
-from fp8booster.nn.linear.functional import linear_map
+from fp8booster.nn.experts.routing import Routes, weighted_sum
+from fp8booster.nn.linear.functional import linear_map, once_differentiable
 
 Expert = Callable[[torch.Tensor], torch.Tensor]
 
@@ -59,6 +60,18 @@ class Wire(NamedTuple):
         """Return what came, [R, W], as rows [R, H]; differentiable."""
         return message if self.encoding is None else linear_map(message, self.decode, self.encode)
 
+    def summed(self, message: torch.Tensor, weights: torch.Tensor, routes: Routes) -> torch.Tensor:
+        """Return the weighted sum of each token's rows in what came back, [T, H]; differentiable.
+
+        Args:
+            message: [T k, W].
+            weights: [T, k].
+            routes: of the rows.
+        """
+        if self.encoding is None:
+            return weighted_sum(message, weights, routes)
+        return _SumOfMessage.apply(message, weights, routes, self)
+
     def exchanged(self, message: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         """Send each rank its part of a message; differentiable.
 
@@ -90,6 +103,21 @@ class Wire(NamedTuple):
         payload = None if self.encoding is None else len(message) * self.width * self.dtype.itemsize
         rows, form = message.contiguous(), self.encoding
         return send_rows(rows, sent, received, self.group, form=form, payload=payload, why_not=self.why_not)
+
+
+class _SumOfMessage(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, message: torch.Tensor, weights: torch.Tensor, routes: Routes, wire: Wire) -> torch.Tensor:
+        message, weights, encoding = message.contiguous(), weights.contiguous(), cast(Encoding, wire.encoding)
+        ctx.save_for_backward(message, weights)
+        ctx.places, ctx.encoding = routes.places, encoding
+        return sum_rows(message, routes.places, weights, wire.width, wire.dtype, encoding)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
+        message, weights = ctx.saved_tensors
+        return *sum_rows_backward(gradient.contiguous(), message, ctx.places, weights, ctx.encoding), None, None
 
 
 def scale_gradient(x: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:

@@ -26,7 +26,7 @@ from fp8booster.kernels.expert_rows import count_choices
 from fp8booster.nn.experts.dispatch import Wire
 from fp8booster.nn.experts.fp8_rows import FP8Rows, nothing_of, packed, received_rows, why_not_before_sending
 from fp8booster.nn.experts.host_copy import HostCopy
-from fp8booster.nn.experts.routing import Routes, spread, spread_bytes, sum_of_rows, weighted_sum
+from fp8booster.nn.experts.routing import Routes, spread, spread_bytes, sum_of_rows
 from fp8booster.nn.graphs.breaks import is_captured, run_eagerly
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.delivered import delivered_amax
@@ -212,7 +212,7 @@ class Spread:
         mix = partial(self._mix_by_numbers, experts, wire, casts, copy)
         sent = None if cast is None else (tuple(cast.matrix), *cast[1:])
         made = run_eagerly(mix, tokens, chosen, numbers, tuple(routes), sent, message)
-        mixed = weighted_sum(wire.decoded(made), weights, routes).to(tokens.dtype)
+        mixed = wire.summed(made, weights, routes).to(tokens.dtype)
         return mixed if added is None else mixed + added
 
     def _mix_by_numbers(
