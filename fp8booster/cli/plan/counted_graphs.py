@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fp8booster.colossal.temporarily import temporarily
 from fp8booster.monitor.memory import MemoryTracker, Pool
@@ -42,7 +43,7 @@ class CountedGraphs:
         with (
             temporarily(recorder, recorder_for=lambda _: self),
             temporarily(held, _is_plain=lambda parameter: True),
-            temporarily(values, is_plain=lambda tensor: True),
+            temporarily(values, TENSORS=(torch.Tensor, torch.nn.Parameter, FakeTensor)),
             temporarily(layer, who_looks=lambda: None),  # what counts memory sees the capture
             # tensors without values all lie at 0
             temporarily(pair, _address=lambda tensor: tensor.untyped_storage()._cdata),
