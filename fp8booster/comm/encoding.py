@@ -39,8 +39,8 @@ class Encoding:
 
     block_size: int | None = 256
     """Values that share a scale, a power of two from 32 to 4096; None for one scale over the whole tensor, or over each
-    rank's part where parts are uneven, which needs a pass of its own to find. Each scale adds four bytes: 1.6 % at 256
-    values, 0.4 % at 1024."""
+    rank's part where parts are uneven, but for rows of experts, of which all have that of the tensor. It needs a pass
+    of its own to find. Each scale adds four bytes: 1.6 % at 256 values, 0.4 % at 1024."""
 
     power_of_two: bool = False
     """Round scales down to powers of two: exact to apply and undo, at a cost of up to one bit of range."""

@@ -24,9 +24,13 @@ WORD = 4
 message. A word is NaN only where a value or a scale is."""
 
 
-def why_not_encoded(like: Tensor, group: dist.ProcessGroup) -> str | None:
-    """Return why rows of a tensor's dtype and device go to the ranks of a group as they are; None: they are encoded."""
-    return uncompressed_reason(_COLLECTIVE, like, like.nbytes, group, None, alike=False)
+def why_not_encoded(rows: Tensor, group: dist.ProcessGroup, encoding: Encoding) -> str | None:
+    """Return why rows like these, [R, H], go to the ranks of a group as they are; None: they are encoded."""
+    reason = uncompressed_reason(_COLLECTIVE, rows, rows.nbytes, group, None, alike=False)
+    width = rows.shape[1]
+    # each row has scales and padding of its own
+    is_longer = encoding.layout(width).bytes >= width * rows.element_size()
+    return "small" if reason is None and is_longer else reason
 
 
 def encode_rows(rows: Tensor, encoding: Encoding, purpose: str = _COLLECTIVE) -> Tensor:

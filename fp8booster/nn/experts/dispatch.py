@@ -35,7 +35,7 @@ class Wire(NamedTuple):
     """Of rows."""
 
     dtype: torch.dtype
-    """Of rows as they are decoded."""
+    """Of rows, and of their gradients."""
 
     encoding: Encoding | None
     """Of rows and of their gradients; None: they are sent as they are."""
@@ -46,15 +46,12 @@ class Wire(NamedTuple):
     @classmethod
     def of(cls, tokens: torch.Tensor, group: dist.ProcessGroup, encoding: Encoding | None) -> Wire:
         """Return how rows of tokens [T, H] go: encoded where that can be and gains."""
-        reason = None if encoding is None else why_not_encoded(tokens, group)
+        reason = None if encoding is None else why_not_encoded(tokens, group, encoding)
         return cls(group, tokens.shape[1], tokens.dtype, encoding if reason is None else None, reason)
 
     def encoded(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return rows [R, H] of any dtype as what is sent, [R, W]; differentiable."""
-        dtype = rows.dtype
-        if self.encoding is None:
-            return rows
-        return linear_map(rows, self.encode, lambda gradient: self.decode(gradient, dtype))
+        """Return rows [R, H] as what is sent, [R, W]; differentiable."""
+        return rows if self.encoding is None else linear_map(rows, self.encode, self.decode)
 
     def decoded(self, message: torch.Tensor) -> torch.Tensor:
         """Return what came, [R, W], as rows [R, H]; differentiable."""
@@ -92,11 +89,9 @@ class Wire(NamedTuple):
         """As `encoded`, not differentiable."""
         return rows if self.encoding is None else encode_rows(rows.contiguous(), self.encoding)
 
-    def decode(self, message: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """As `decoded`, not differentiable; rows are of a dtype, if one is given."""
-        if self.encoding is None:
-            return message
-        return decode_rows(message, self.width, dtype or self.dtype, self.encoding)
+    def decode(self, message: torch.Tensor) -> torch.Tensor:
+        """As `decoded`, not differentiable."""
+        return message if self.encoding is None else decode_rows(message, self.width, self.dtype, self.encoding)
 
     def send(self, message: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         """As `exchanged`, not differentiable."""

@@ -261,7 +261,8 @@ class Spread:
         made = self._at_experts(arrived, loads, run)
         if trains and not made.requires_grad and loads.need_gradients(_EXPERTS):
             made = _on_the_way_back(made)
-        return wire.exchanged(wire.encoded(made), sizes.received, sizes.sent)
+        back = wire._replace(dtype=made.dtype)  # that of autocast, for one
+        return back.exchanged(back.encoded(made), sizes.received, sizes.sent)
 
     def _casts_before_sending(self, wire: Wire, casts: Casts | None) -> Casts | None:
         """Return what casts tokens before they are sent; None: nothing does."""

@@ -227,12 +227,48 @@ def test_rows_come_where_they_were_sent_and_back(encoding: Encoding | None) -> N
     rank = dist.get_rank()
     sent = [[0, 3], [5, 0]][rank]
     received = [[0, 5], [3, 0]][rank]
-    rows = torch.full((sum(sent), 4), float(rank + 1), requires_grad=True)
+    rows = torch.full((sum(sent), 64), float(rank + 1), requires_grad=True)
     wire = Wire.of(rows, dist.group.WORLD, encoding)
+    assert wire.encoding == encoding
     got = wire.decoded(wire.exchanged(wire.encoded(rows), sent, received))
-    assert torch.equal(got, torch.full((sum(received), 4), float(2 - rank)))
+    assert torch.equal(got, torch.full((sum(received), 64), float(2 - rank)))
     (gradient,) = torch.autograd.grad((got * (rank + 1)).sum(), rows)
     assert torch.equal(gradient, torch.full_like(rows, float(2 - rank)))
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    ("width", "dtype", "is_encoded"),
+    [(8, torch.float32, False), (9, torch.float32, True), (24, torch.bfloat16, False), (25, torch.bfloat16, True)],
+)
+def test_rows_that_encoding_makes_no_shorter_are_sent_as_they_are(
+    width: int, dtype: torch.dtype, is_encoded: bool
+) -> None:
+    rows = torch.full((4, width), dist.get_rank() + 1, dtype=dtype)
+    wire = Wire.of(rows, dist.group.WORLD, Encoding())
+    got = wire.decoded(wire.exchanged(wire.encoded(rows), [2, 2], [2, 2]))
+    assert torch.equal(got, torch.tensor([1, 1, 2, 2], dtype=dtype).unsqueeze(1).expand(4, width))
+    row = comm.statistics()["all_to_all_single"]
+    assert row.uncompressed == ({} if is_encoded else {"small": 1})
+    assert (row.wire_bytes < row.raw_bytes) == is_encoded
+
+
+@ranks(2)
+def test_bytes_are_compared_with_those_of_the_dtype_that_experts_give() -> None:
+    """As under autocast, where tokens in FP32 come back in BF16."""
+    tokens = torch.randn(6, 64, requires_grad=True)
+    experts: Any = SimpleNamespace(
+        input_casts=lambda tokens: None,
+        are_trained=lambda: False,
+        prepare=lambda tokens, rows: lambda rows, counts, factor: rows.bfloat16(),
+        note_choice=lambda chosen: None,
+    )
+    chosen = torch.arange(2).expand(6, 2).contiguous()  # half of the rows leave the rank
+    mixed = Spread(2, dist.group.WORLD, Encoding()).mix(tokens, chosen, torch.full((6, 2), 0.5), experts)
+    assert mixed.dtype is torch.float32
+    mixed.sum().backward()
+    torch.testing.assert_close(tokens.grad, torch.ones_like(tokens))
+    assert comm.statistics()["all_to_all_single"].raw_bytes == 2 * 6 * 64 * (4 + 2)
 
 
 @ranks(2)
