@@ -39,8 +39,8 @@ class Encoding:
 
     block_size: int | None = 256
     """Values that share a scale, a power of two from 32 to 4096; None for one scale over the whole tensor, or over each
-    rank's part where parts are uneven, but for rows of experts, of which all have that of the tensor. It needs a pass
-    of its own to find. Each scale adds four bytes: 1.6 % at 256 values, 0.4 % at 1024."""
+    rank's part where parts are uneven, which needs a pass of its own to find, and over each row that goes to experts.
+    Each scale adds four bytes: 1.6 % at 256 values, 0.4 % at 1024."""
 
     power_of_two: bool = False
     """Round scales down to powers of two: exact to apply and undo, at a cost of up to one bit of range."""
@@ -64,6 +64,11 @@ class Encoding:
     def layout(self, count: int, pieces: int = 1) -> MessageLayout:
         """Return the layout of `pieces` pieces of `count` values each."""
         return MessageLayout.of(count, pieces, self.block_size)
+
+    def layout_of_rows(self, width: int, rows: int) -> MessageLayout:
+        """Return the layout of rows of `width` values, each of which has scales of its own."""
+        whole = max(SMALLEST_BLOCK, 1 << (width - 1).bit_length())
+        return MessageLayout.of(width, rows, self.block_size or whole)
 
     def encode(
         self, values: Tensor | Sequence[Tensor], message: Tensor, layout: MessageLayout, purpose: str = "send"

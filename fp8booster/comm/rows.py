@@ -29,7 +29,7 @@ def why_not_encoded(rows: Tensor, group: dist.ProcessGroup, encoding: Encoding) 
     reason = uncompressed_reason(_COLLECTIVE, rows, rows.nbytes, group, None, alike=False)
     width = rows.shape[1]
     # each row has scales and padding of its own
-    is_longer = encoding.layout(width).bytes >= width * rows.element_size()
+    is_longer = encoding.layout_of_rows(width, 1).bytes >= width * rows.element_size()
     return "small" if reason is None and is_longer else reason
 
 
@@ -42,7 +42,7 @@ def encode_rows(rows: Tensor, encoding: Encoding, purpose: str = _COLLECTIVE) ->
         purpose: as in `Encoding.encode`.
     """
     count, width = rows.shape
-    layout = encoding.layout(width, count)
+    layout = encoding.layout_of_rows(width, count)
     message = torch.empty(count, layout.piece_bytes // WORD, dtype=torch.float32, device=rows.device)
     encoding.encode(rows.view(-1), _bytes(message), layout, purpose)
     return message
@@ -57,7 +57,7 @@ def decode_rows(message: Tensor, width: int, dtype: torch.dtype, encoding: Encod
         encoding: as there.
     """
     rows = torch.empty(len(message), width, dtype=dtype, device=message.device)
-    encoding.decode(_bytes(message), rows.view(-1), encoding.layout(width, len(message)))
+    encoding.decode(_bytes(message), rows.view(-1), encoding.layout_of_rows(width, len(message)))
     return rows
 
 
@@ -65,7 +65,7 @@ def sum_rows(
     message: Tensor, places: Tensor, weights: Tensor, width: int, dtype: torch.dtype, encoding: Encoding
 ) -> Tensor:
     """Return the weighted sum of each token's rows in a message, [T, width] (`message_rows.sum_message`)."""
-    layout = encoding.layout(width, len(message))
+    layout = encoding.layout_of_rows(width, len(message))
     return encoding.sum_rows(_bytes(message), places, weights, layout, dtype)
 
 
@@ -73,7 +73,7 @@ def sum_rows_backward(
     gradient: Tensor, message: Tensor, places: Tensor, weights: Tensor, encoding: Encoding, purpose: str = _COLLECTIVE
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of a message, as another, and of the weights (`message_rows.sum_message_backward`)."""
-    layout = encoding.layout(gradient.shape[1], len(message))
+    layout = encoding.layout_of_rows(gradient.shape[1], len(message))
     made, dweights = encoding.sum_rows_backward(gradient, _bytes(message), places, weights, layout, purpose)
     return made.view(torch.float32).view(message.shape), dweights
 

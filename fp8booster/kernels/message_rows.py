@@ -26,7 +26,7 @@ def sum_message(
         message: uint8 [layout.bytes], of R rows, each a piece of H values.
         places: int64 [T, k], contiguous: the rows of each token.
         weights: [T, k], contiguous.
-        layout: of the message.
+        layout: of the message, whose scales are of blocks.
         dtype: its FP8 format.
         out_dtype: of rows as they are decoded, and of sums.
 

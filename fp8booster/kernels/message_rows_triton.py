@@ -99,7 +99,7 @@ def sum_message_triton(
     message: Tensor, places: Tensor, weights: Tensor, layout: MessageLayout, dtype: torch.dtype, out_dtype: torch.dtype
 ) -> Tensor:
     """Compute `sum_message`, bit for bit."""
-    if layout.block_size is None or layout.count == 1:  # a scale over the whole message; Triton makes one a constant
+    if layout.count == 1:  # of which Triton makes a constant
         return sum_message.reference(message, places, weights, layout, dtype, out_dtype)
     sums = message.new_empty(len(places), layout.count, dtype=out_dtype)
     if sums.numel():
@@ -130,7 +130,7 @@ def sum_message_backward_triton(
     power_of_two: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Compute `sum_message_backward`, byte for byte; weights' gradients are summed in another order."""
-    if layout.block_size is None or layout.count == 1:
+    if layout.count == 1:
         return sum_message_backward.reference(gradient, message, places, weights, layout, dtype, power_of_two)
     dmessage, dweights = torch.empty_like(message), torch.empty_like(weights)
     if places.numel() and layout.count:

@@ -15,7 +15,7 @@ ENCODINGS = {
     "default": Encoding(),
     "E5M2": Encoding(format=formats.E5M2),
     "small blocks": Encoding(block_size=32),
-    "one scale": Encoding(block_size=None),
+    "a scale a row": Encoding(block_size=None),
     "powers of two": Encoding(power_of_two=True),
 }
 
@@ -74,3 +74,14 @@ def test_a_sum_of_rows_is_that_of_the_decoded_ones(encoding: Encoding, weight_dt
     ((purpose, values),) = seen
     assert purpose == "a test"
     assert torch.equal(values, drows.view(-1))
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS.values(), ids=ENCODINGS)
+def test_a_row_that_is_not_finite_spoils_no_other(encoding: Encoding) -> None:
+    rows = torch.randn(4, 40)
+    right = decode_rows(encode_rows(rows, encoding), 40, torch.float32, encoding)
+    rows[1, 3], rows[2] = torch.inf, torch.nan
+    found = decode_rows(encode_rows(rows, encoding), 40, torch.float32, encoding)
+    assert torch.equal(found[[0, 3]], right[[0, 3]])
+    assert found[2].isnan().all()
+    assert not found[1].isfinite().all()
