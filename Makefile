@@ -28,7 +28,7 @@ TESTS5 := tests/hf tests/examples/test_trainer.py tests/examples/test_plain.py t
     recompute.py transformers.py) \
   tests/colossal/test_missing_imports.py tests/colossal/tensor/test_body.py \
   tests/plugins/test_low_level_zero_fused.py tests/plugins/test_sharding.py \
-  $(addprefix tests/nn/experts/test_,fp8_experts.py batched.py parallel.py) tests/plugins/test_fp8_experts.py \
+  $(addprefix tests/nn/experts/test_,fp8_experts.py batched.py parallel.py fp8_rows.py) tests/plugins/test_fp8_experts.py \
   tests/plugins/test_moe_families.py \
   tests/cli/train/test_model_folder.py \
   tests/training/test_arithmetic.py \
