@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from fp8booster import FP8Config, comm, convert_to_fp8
 from fp8booster.comm import Encoding
