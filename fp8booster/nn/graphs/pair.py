@@ -161,6 +161,9 @@ class GraphPair:
         with copies_are_held(None if given_as == "copied" else place_of):
             self._forward, outputs = record.in_pieces(call.forward, memory)
             kept = record.in_use(memory)
+            # else the next capture in this memory takes it, or rather another memory, as this one lost a block
+            held = {address: each for each in call.held() if is_plain(each) and (address := _address(each)) in kept}
+            call.saved += [each.detach() for address, each in held.items() if address not in before]
             # one goes through to later pieces where what it is of was only passed on: each has a place of its own
             number = count()
             self._gradients_in = [record.place_like(each, next(number)) for each in outputs]

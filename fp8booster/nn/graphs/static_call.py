@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, get_gradient_edge
 
 from fp8booster.nn.graphs.breaks import Break, Cut, Cuts, Result, breaking_at, handled_by
-from fp8booster.nn.graphs.values import Places, Refused, Unsupported, flatten, maker_of
+from fp8booster.nn.graphs.values import CONSTANTS, Places, Refused, Unsupported, flatten, maker_of
 
 
 def _nodes_behind(outputs: Iterable[Tensor]) -> Iterator[Node]:
@@ -24,6 +26,35 @@ def _nodes_behind(outputs: Iterable[Tensor]) -> Iterator[Node]:
             seen.add(node)
             yield node
             waiting += [each for each, _ in node.next_functions if each is not None]
+
+
+MOST_HELD = 10_000
+"""Objects that are looked at for tensors."""
+
+
+_EMPTY = CellType()
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in containers, objects that are no modules, and functions with what they close over."""
+    left, seen = [value], dict[int, Any]()
+    while left and len(seen) < MOST_HELD:
+        each = left.pop()
+        if id(each) in seen or isinstance(each, (*CONSTANTS, type, nn.Module)):
+            continue
+        seen[id(each)] = each
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, dict):
+            left += each.values()
+        elif isinstance(each, (tuple, list, set)):
+            left += each
+        elif isinstance(each, partial):
+            left += each.func, each.args, each.keywords
+        elif isinstance(each, FunctionType):
+            left += (cell.cell_contents for cell in each.__closure__ or () if cell != _EMPTY)
+        else:
+            left.append(getattr(each, "__dict__", None))
 
 
 @contextmanager
@@ -177,6 +208,14 @@ class StaticCall:
         """Return what the layer gives: tensors that it gives on as it was given them, and outputs."""
         others = iter(outputs)
         return self._make([next(others) if number is None else given[number] for number in self._given_on])
+
+    def held(self) -> Iterator[Tensor]:
+        """Yield tensors that functions of autograd hold for backward and have not saved, as in attributes of `ctx`.
+
+        Others are found too, such as weights that are within reach.
+        """
+        held = [vars(node) for node in _nodes_behind(self._live) if isinstance(node, BackwardCFunction)]
+        return _tensors_in(held)
 
     def end(self) -> None:
         """Free the autograd graph; a node may hold the layer, which would never be freed. `saved` stays."""

@@ -67,6 +67,23 @@ def test_experts_are_captured_with_the_bits_of_eager_ones(device: torch.device) 
 
 
 @pytest.mark.usefixtures("record")
+def test_layers_whose_functions_hold_what_they_have_not_saved_share_memory(device: torch.device) -> None:
+    """As products of experts hold where rows lie."""
+    captured = model(device)
+    capture_layers(captured)
+    for _ in range(WARM_UP + 2):
+        forward(captured, torch.randn(2, 24, HIDDEN, device=device).bfloat16()).sum().backward()
+    assert captured_layers(captured) == {None: LAYERS}
+    kinds = [kind for layer in captured["layers"] for kind in layer.fp8_graphs._kinds.values()]
+    pairs = [pair for kind in kinds for pair in kind.pairs]
+    assert len(pairs) == LAYERS
+    assert len({id(pair._memory) for pair in pairs}) == 1
+    if device.type == "cuda":  # the stand-in's graphs keep nothing that could be lost
+        in_use = pairs[0]._record.in_use(pairs[0]._memory)
+        assert all(pair._kept.keys() <= in_use.keys() for pair in pairs)
+
+
+@pytest.mark.usefixtures("record")
 def test_experts_that_ran_in_16_bits_break_the_graphs_of_their_layer(device: torch.device) -> None:
     captured = model(device)
     capture_layers(captured)

@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Sequence
 from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -197,3 +198,31 @@ def test_a_call_that_has_ended_holds_nobody_who_cuts() -> None:
     del cuts
     gc.collect()
     assert [each() for each in held] == [None, None]
+
+
+class _Holding(torch.autograd.Function):
+    """Holds tensors for backward wherever a function can."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, held: list[torch.Tensor]) -> torch.Tensor:
+        made = [x.detach() + number for number in range(6)]
+        held += made
+        ctx.save_for_backward(made[0])
+        ctx.attribute, ctx.named, ctx.listed = made[1], Named(made[2]), {"one": [made[3]]}
+        ctx.function, ctx.partial = (lambda: made[4]), partial(torch.add, made[5])
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+def test_tensors_that_functions_hold_and_did_not_save_are_found() -> None:
+    made: list[torch.Tensor] = []
+    call = StaticCall(lambda x: _Holding.apply(x, made), (x(4, trained=True),), {}, [], recompute=False)
+    call.forward()
+    # the last is in the closure with all of the list
+    assert {id(each) for each in call.held()} >= {id(each) for each in made[1:]}
+    assert [each.data_ptr() for each in call.saved] == [made[0].data_ptr()]
+    call.end()
+    assert list(call.held()) == []
