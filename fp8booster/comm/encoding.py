@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8booster import formats
-from fp8booster.kernels import block_cast, message_rows, token_rows
+from fp8booster.kernels import block_cast
 from fp8booster.kernels.message_layout import MessageLayout
 from fp8booster.scaling.checks import require_switch
 
@@ -65,11 +65,6 @@ class Encoding:
         """Return the layout of `pieces` pieces of `count` values each."""
         return MessageLayout.of(count, pieces, self.block_size)
 
-    def layout_of_rows(self, width: int, rows: int) -> MessageLayout:
-        """Return the layout of rows of `width` values, each of which has scales of its own."""
-        whole = max(SMALLEST_BLOCK, 1 << (width - 1).bit_length())
-        return MessageLayout.of(width, rows, self.block_size or whole)
-
     def encode(
         self, values: Tensor | Sequence[Tensor], message: Tensor, layout: MessageLayout, purpose: str = "send"
     ) -> None:
@@ -106,36 +101,6 @@ class Encoding:
 
         for observe in observers:
             observe(f"{purpose} sums", sums, message, layout.piece, self.format)
-
-    def sum_rows(
-        self, message: Tensor, places: Tensor, weights: Tensor, layout: MessageLayout, dtype: torch.dtype
-    ) -> Tensor:
-        """Return the weighted sum of each token's rows (`message_rows.sum_message`), of a dtype."""
-        return message_rows.sum_message(message, places, weights, layout, self.format, dtype)
-
-    def sum_rows_backward(
-        self,
-        gradient: Tensor,
-        message: Tensor,
-        places: Tensor,
-        weights: Tensor,
-        layout: MessageLayout,
-        purpose: str = "send",
-    ) -> tuple[Tensor, Tensor]:
-        """Return the gradients of the rows, as a message, and of the weights (`message_rows.sum_message_backward`)."""
-        made = message_rows.sum_message_backward(
-            gradient, message, places, weights, layout, self.format, self.power_of_two
-        )
-
-        def gradients() -> Tensor:
-            # the kernel writes none: who looks makes them again
-            found = gradient.new_empty(layout.pieces, layout.count)
-            self.decode(message, found.view(-1), layout)
-            return token_rows.sum_rows_backward(gradient, found, places, weights)[0].view(-1)
-
-        for observe in observers:
-            observe(purpose, gradients, made[0], layout, self.format)
-        return made
 
 
 DEFAULT = Encoding()

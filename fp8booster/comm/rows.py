@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8booster.comm.encoding import Encoding
+from fp8booster.comm.encoding import SMALLEST_BLOCK, Encoding, observers
 from fp8booster.comm.observer import observer
 from fp8booster.comm.threshold import uncompressed_reason
+from fp8booster.kernels import message_rows, token_rows
+from fp8booster.kernels.message_layout import MessageLayout
 
 _COLLECTIVE = "all_to_all_single"
 """Its name, and the row of `statistics`."""
@@ -24,12 +26,18 @@ WORD = 4
 message. A word is NaN only where a value or a scale is."""
 
 
+def _layout(width: int, rows: int, encoding: Encoding) -> MessageLayout:
+    """Return the layout of rows of `width` values, each of which has scales of its own."""
+    whole = max(SMALLEST_BLOCK, 1 << (width - 1).bit_length())
+    return MessageLayout.of(width, rows, encoding.block_size or whole)
+
+
 def why_not_encoded(rows: Tensor, group: dist.ProcessGroup, encoding: Encoding) -> str | None:
     """Return why rows like these, [R, H], go to the ranks of a group as they are; None: they are encoded."""
     reason = uncompressed_reason(_COLLECTIVE, rows, rows.nbytes, group, None, alike=False)
     width = rows.shape[1]
     # each row has scales and padding of its own
-    is_longer = encoding.layout_of_rows(width, 1).bytes >= width * rows.element_size()
+    is_longer = _layout(width, 1, encoding).bytes >= width * rows.element_size()
     return "small" if reason is None and is_longer else reason
 
 
@@ -42,7 +50,7 @@ def encode_rows(rows: Tensor, encoding: Encoding, purpose: str = _COLLECTIVE) ->
         purpose: as in `Encoding.encode`.
     """
     count, width = rows.shape
-    layout = encoding.layout_of_rows(width, count)
+    layout = _layout(width, count, encoding)
     message = torch.empty(count, layout.piece_bytes // WORD, dtype=torch.float32, device=rows.device)
     encoding.encode(rows.view(-1), _bytes(message), layout, purpose)
     return message
@@ -57,7 +65,7 @@ def decode_rows(message: Tensor, width: int, dtype: torch.dtype, encoding: Encod
         encoding: as there.
     """
     rows = torch.empty(len(message), width, dtype=dtype, device=message.device)
-    encoding.decode(_bytes(message), rows.view(-1), encoding.layout_of_rows(width, len(message)))
+    encoding.decode(_bytes(message), rows.view(-1), _layout(width, len(message), encoding))
     return rows
 
 
@@ -65,16 +73,26 @@ def sum_rows(
     message: Tensor, places: Tensor, weights: Tensor, width: int, dtype: torch.dtype, encoding: Encoding
 ) -> Tensor:
     """Return the weighted sum of each token's rows in a message, [T, width] (`message_rows.sum_message`)."""
-    layout = encoding.layout_of_rows(width, len(message))
-    return encoding.sum_rows(_bytes(message), places, weights, layout, dtype)
+    layout = _layout(width, len(message), encoding)
+    return message_rows.sum_message(_bytes(message), places, weights, layout, encoding.format, dtype)
 
 
 def sum_rows_backward(
     gradient: Tensor, message: Tensor, places: Tensor, weights: Tensor, encoding: Encoding, purpose: str = _COLLECTIVE
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of a message, as another, and of the weights (`message_rows.sum_message_backward`)."""
-    layout = encoding.layout_of_rows(gradient.shape[1], len(message))
-    made, dweights = encoding.sum_rows_backward(gradient, _bytes(message), places, weights, layout, purpose)
+    layout, dtype = _layout(gradient.shape[1], len(message), encoding), encoding.format
+    made, dweights = message_rows.sum_message_backward(
+        gradient, _bytes(message), places, weights, layout, dtype, encoding.power_of_two
+    )
+
+    def gradients() -> Tensor:
+        # the kernel writes none: who looks makes them again
+        rows = decode_rows(message, gradient.shape[1], gradient.dtype, encoding)
+        return token_rows.sum_rows_backward(gradient, rows, places, weights)[0].view(-1)
+
+    for observe in observers:
+        observe(purpose, gradients, made, layout, dtype)
     return made.view(torch.float32).view(message.shape), dweights
 
 

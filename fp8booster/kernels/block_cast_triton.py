@@ -204,11 +204,10 @@ TENSORWISE_BLOCK = 1024  # row of a tile where one scale serves all blocks
 
 LAUNCHES = 4096  # remembered of each kind: enough for the gradients of a step, encoded from where they lie
 
+_BEHIND_ALL = 2**62  # a number of values behind the last of any tensor
 
-_NONE = 2**62  # a number of values behind the last of any tensor
 
-
-class _Tiling(NamedTuple):
+class Tiling(NamedTuple):
     """Division of a piece among the programs of a kernel."""
 
     tiles: int
@@ -223,7 +222,8 @@ class _Tiling(NamedTuple):
         return self.tiles * self.tile["TILE_BLOCKS"]
 
 
-def tiling_of(layout: MessageLayout) -> _Tiling:
+def tiling_of(layout: MessageLayout) -> Tiling:
+    """Return how a piece is divided."""
     block = layout.block_size or TENSORWISE_BLOCK
     # all copies of the one scale are the first tile's
     blocks = layout.scale_count
@@ -232,7 +232,7 @@ def tiling_of(layout: MessageLayout) -> _Tiling:
     # of short pieces, as rows of tokens are, no tile is longer than the piece
     of_tile = min(max(1, TILE_VALUES // block), 1 << (blocks - 1).bit_length())
     tile = {"TENSORWISE": layout.block_size is None, "BLOCK": block, "TILE_BLOCKS": of_tile}
-    return _Tiling(ceil_div(blocks, of_tile), tile)
+    return Tiling(ceil_div(blocks, of_tile), tile)
 
 
 def _without_ones(values: Tensor, part: int, pieces: int) -> tuple[Tensor, int]:
@@ -249,7 +249,7 @@ def _end_of(values: Tensor, full: int) -> int:
 
     So messages of rows, whose number is another each time, find one launch.
     """
-    return _NONE if values.numel() >= full else values.numel()
+    return _BEHIND_ALL if values.numel() >= full else values.numel()
 
 
 @functools.lru_cache(maxsize=LAUNCHES)

@@ -28,20 +28,20 @@ Expert = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Wire(NamedTuple):
-    """How rows go between the ranks that hold experts; gradients of rows go the same ways back, encoded too."""
+    """Carries rows between the ranks that hold experts, and their gradients back, encoded too."""
 
     group: dist.ProcessGroup
     width: int
-    """Of rows."""
+    """Values of a row."""
 
     dtype: torch.dtype
-    """Of rows, and of their gradients."""
+    """Type of rows, and of their gradients."""
 
     encoding: Encoding | None
-    """Of rows and of their gradients; None: they are sent as they are."""
+    """Encodes rows and their gradients; None: they are sent as they are."""
 
     why_not: str | None
-    """Why they are, where an encoding was asked for."""
+    """Tells why they are, where an encoding was asked for."""
 
     @classmethod
     def of(cls, tokens: torch.Tensor, group: dist.ProcessGroup, encoding: Encoding | None) -> Wire:
@@ -86,15 +86,15 @@ class Wire(NamedTuple):
         )
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """As `encoded`, not differentiable."""
+        """Encode as `encoded` does; not differentiable."""
         return rows if self.encoding is None else encode_rows(rows.contiguous(), self.encoding)
 
     def decode(self, message: torch.Tensor) -> torch.Tensor:
-        """As `decoded`, not differentiable."""
+        """Decode as `decoded` does; not differentiable."""
         return message if self.encoding is None else decode_rows(message, self.width, self.dtype, self.encoding)
 
     def send(self, message: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-        """As `exchanged`, not differentiable."""
+        """Send as `exchanged` does; not differentiable."""
         payload = None if self.encoding is None else len(message) * self.width * self.dtype.itemsize
         rows, form = message.contiguous(), self.encoding
         return send_rows(rows, sent, received, self.group, form=form, payload=payload, why_not=self.why_not)
@@ -104,15 +104,15 @@ class _SumOfMessage(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, message: torch.Tensor, weights: torch.Tensor, routes: Routes, wire: Wire) -> torch.Tensor:
         message, weights, encoding = message.contiguous(), weights.contiguous(), cast(Encoding, wire.encoding)
-        ctx.save_for_backward(message, weights)
-        ctx.places, ctx.encoding = routes.places, encoding
+        ctx.save_for_backward(message, weights, routes.places)
+        ctx.encoding = encoding
         return sum_rows(message, routes.places, weights, wire.width, wire.dtype, encoding)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
-        message, weights = ctx.saved_tensors
-        return *sum_rows_backward(gradient.contiguous(), message, ctx.places, weights, ctx.encoding), None, None
+        message, weights, places = ctx.saved_tensors
+        return *sum_rows_backward(gradient.contiguous(), message, places, weights, ctx.encoding), None, None
 
 
 def scale_gradient(x: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:

@@ -257,7 +257,7 @@ class Break:
         self._amaxes = [(number, amax) for number, amax in found if amax is not None]
         self.needs_grad = [each.requires_grad and self._modes.grad for each in given]
         self.trained_inputs = [each for each, needed in zip(self.inputs, self.needs_grad, strict=True) if needed]
-        """Those that autograd goes back to."""
+        """Lists the inputs that autograd goes back to."""
 
         self._make_args = maker_of(args)
         self.outputs = result.new()

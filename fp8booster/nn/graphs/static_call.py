@@ -28,17 +28,17 @@ def _nodes_behind(outputs: Iterable[Tensor]) -> Iterator[Node]:
             waiting += [each for each, _ in node.next_functions if each is not None]
 
 
-MOST_HELD = 10_000
-"""Objects that are looked at for tensors."""
+MOST_LOOKED_AT = 10_000
+"""Objects that are looked at for tensors; what lies behind more of them is not found."""
 
 
 _EMPTY = CellType()
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
+def _tensors_within(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in containers, objects that are no modules, and functions with what they close over."""
     left, seen = [value], dict[int, Any]()
-    while left and len(seen) < MOST_HELD:
+    while left and len(seen) < MOST_LOOKED_AT:
         each = left.pop()
         if id(each) in seen or isinstance(each, (*CONSTANTS, type, nn.Module)):
             continue
@@ -215,7 +215,7 @@ class StaticCall:
         Others are found too, such as weights that are within reach.
         """
         held = [vars(node) for node in _nodes_behind(self._live) if isinstance(node, BackwardCFunction)]
-        return _tensors_in(held)
+        return _tensors_within(held)
 
     def end(self) -> None:
         """Free the autograd graph; a node may hold the layer, which would never be freed. `saved` stays."""

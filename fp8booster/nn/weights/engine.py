@@ -167,7 +167,7 @@ class _PinnedFillings:
         return cls(*(list(chain.from_iterable(each)) for each in (sources, weights, filled)))
 
     def refresh(self) -> bool:
-        """As `Pinned.refresh`; waits for what fills them."""
+        """Refresh as `Pinned.refresh` does; waits for what fills them."""
         filled = all_filled(self._sources, self._of_all)
         if filled is None:  # one look does not tell
             if not all(map(EngineWeight.is_provided, self._sources, self._weights)):
@@ -254,7 +254,7 @@ def _addresses(matrix: QuantizedMatrix) -> tuple[int, ...]:
 
 
 def _places(weights: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
-    # of each of hundreds of experts at every call: Python calls nothing here
+    # of each of hundreds of experts at every call: Python calls no function of its own here
     return [(each.data_ptr(), each._version, getattr(each, LOOKS, 0)) for each in weights]
 
 
