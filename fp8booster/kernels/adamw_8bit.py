@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8booster.kernels.adamw import AdamRates, require_contiguous
+from fp8booster.kernels.device import is_captured
 from fp8booster.kernels.group_codes import decode_roots, encode_roots
 from fp8booster.kernels.operators import operator
 
@@ -237,7 +238,7 @@ def step_rows(shards: Shards8bit, rates: AdamRates, divisor: Tensor | None = Non
         RuntimeError: a CUDA graph is captured.
     """
     device, steps = shards.values[0].device, shards.steps
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if is_captured(shards.values[0]):
         raise RuntimeError(
             "a CUDA graph would repeat one step's numbers, which the host makes for an update with 8-bit moments; "
             "capture forward and backward, and call the optimizer's step outside"

@@ -41,6 +41,11 @@ def runs_triton(tensor: Tensor) -> bool:
     return tensor.is_cuda and not torch.compiler.is_compiling()
 
 
+def is_captured(tensor: Tensor) -> bool:
+    """Tell whether work on a tensor goes into a CUDA graph: nothing has values yet, and new memory is the graph's."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def current_stream(tensor: Tensor) -> int | None:
     """Return the handle of the stream on which work on a tensor is being queued; None for the CPU."""
     # not torch.cuda.current_stream, which makes an object at each call

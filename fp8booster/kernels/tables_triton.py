@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8booster.kernels.alignment import ALIGNMENT
-from fp8booster.kernels.device import current_stream
+from fp8booster.kernels.device import current_stream, is_captured
 from fp8booster.kernels.launch import ceil_div, launch
 
 # programs in a row that work on one entry, so that the table of owners is as much shorter; the last of them may have
@@ -126,10 +126,8 @@ def launch_over(
     dtypes = tuple(map(_dtype, chain.from_iterable(kinds)))
     flat_sizes = tuple(chain.from_iterable(sizes))
     entries = addresses, beyond, dtypes, flat_sizes, programs, len(tensors), len(kinds), like.device
-    if _is_captured(like.device):
-        parts = _parts(*entries, _captured_table)
-    else:  # by the stream too: on another one the copy may not have ended, or its memory may be given to others
-        parts = _known_parts(entries, current_stream(like))
+    # by the stream too: on another one the copy may not have ended, or its memory may be given to others
+    parts = _parts(*entries, _captured_table) if is_captured(like) else _known_parts(entries, current_stream(like))
     for part in parts:
         pointers = (part.entries, part.owners, *[kind[part.first] for kind in kinds], *others)
         launch(kernel, part.programs, pointers, numbers, **options, ALIGNED=part.aligned)
@@ -243,7 +241,3 @@ def _captured_rows(rows: Sequence[Sequence[int]], device: torch.device) -> Tenso
     for entry, row in zip(entries.unbind(), rows, strict=True):
         fill_entry_kernel[(1,)](entry, *row, *[0] * (MOST_FIELDS - len(row)), COUNT=len(row))
     return entries
-
-
-def _is_captured(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

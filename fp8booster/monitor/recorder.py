@@ -26,6 +26,7 @@ from fp8booster.kernels.alignment import BLOCK
 from fp8booster.kernels.blockwise_cast import scales_of_groups
 from fp8booster.kernels.cast_statistics import cast_statistics
 from fp8booster.kernels.code_statistics import MomentSample, SumSample, activation_statistics
+from fp8booster.kernels.device import is_captured
 from fp8booster.kernels.group_codes import GroupCodes
 from fp8booster.kernels.message_layout import MessageLayout, side_by_side
 from fp8booster.monitor.scales import FORMAT_NAMES, MOMENTS, SAVED, SUM, Key, Totals, merged, row_of
@@ -153,7 +154,7 @@ class Recorder:
     def note_saved(self, values: torch.Tensor, codes: GroupCodes) -> None:
         """Note a matrix [M, K] that was saved for backward in 8 bits; the layer whose input is cast next names it."""
         # figures of a capture would lie in the graph's memory, which replays write to
-        if self.is_sampling and not (values.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if self.is_sampling and not is_captured(values):
             self._saved.append(activation_statistics(values.detach(), codes))
 
     def note_moments(self, layer: str, sample: MomentSample) -> None:
@@ -179,7 +180,7 @@ class Recorder:
     ) -> None:
         """Note a cast for a message; arguments as in `comm.encoding.Observer`."""
         # a capture's messages have no values yet
-        if not self.is_sampling or (message.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if not self.is_sampling or is_captured(message):
             return
         given = values()
         flat = (given if isinstance(given, torch.Tensor) else side_by_side(given, layout.pieces)).view(-1)

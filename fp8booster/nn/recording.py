@@ -23,6 +23,7 @@ from fp8booster.comm import encoding
 from fp8booster.config import FP8Config
 from fp8booster.kernels.blockwise_cast import scales_of_groups
 from fp8booster.kernels.code_statistics import MomentSample, SumSample
+from fp8booster.kernels.device import is_captured
 from fp8booster.kernels.group_codes import GroupCodes
 from fp8booster.monitor.recorder import PATIENCE, Recorder, put, take, warn
 from fp8booster.monitor.sinks import KIND, Sink, sinks_of
@@ -59,7 +60,7 @@ class _Operands:
 
     def note(self, role: str, tensor: torch.Tensor, made: QuantizedMatrix) -> None:
         """Take an operand and what was made of it, as `Casts.observers` are called."""
-        if torch.compiler.is_compiling() or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if torch.compiler.is_compiling() or is_captured(tensor):
             return
         # recomputation casts again what forward has counted
         if role in (INPUT, WEIGHT) and _is_in_backward():

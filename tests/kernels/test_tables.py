@@ -93,7 +93,7 @@ def test_a_capture_neither_reads_nor_remembers_tables(made, monkeypatch) -> None
     over(tensors)
     monkeypatch.setattr(tables_triton, "_captured_table", table)
     with monkeypatch.context() as capturing:
-        capturing.setattr(tables_triton, "_is_captured", lambda device: True)
+        capturing.setattr(tables_triton, "is_captured", lambda like: True)
         over(tensors)
         over(tensors)
     over(tensors)

@@ -132,6 +132,6 @@ def test_scales_may_be_powers_of_two_and_columns_are_filled_up(columns: int) -> 
 
 
 def test_a_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(casting, "is_in_capture", lambda tensor: True)
+    monkeypatch.setattr(casting, "is_captured", lambda tensor: True)
     with pytest.raises(RuntimeError, match=r'scaling="smooth-swiglu"\) does not go into a CUDA graph'):
         by_channel().quantize(INPUT, torch.ones(16, 16))

@@ -39,7 +39,7 @@ from fp8booster.nn.fused.pointwise import Saving, activate
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import held_by_modules
 from fp8booster.nn.weights.casting import Casts
-from fp8booster.nn.weights.freshness import is_captured, reusable
+from fp8booster.nn.weights.freshness import captured_without_copies, reusable
 from fp8booster.tensor import QuantizedMatrix
 
 ONE_BY_ONE_FROM = 1e11
@@ -287,7 +287,7 @@ class GroupedExperts:
         if (reason := why_not_bf16(tokens, weight)) is not None:
             return reason
         if torch.is_inference_mode_enabled() and not self.experts[0].training and not weight.is_inference():
-            if is_captured(tokens):
+            if captured_without_copies(tokens):
                 return "a graph that is captured"
         elif not reusable(tokens, weight):
             return "inference mode or a graph that is captured"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp8booster.kernels.device import is_captured
 from fp8booster.nn.experts.routing import count_rows
 
 
@@ -39,7 +40,7 @@ def note_choice(block: nn.Module, chosen: torch.Tensor, experts: int) -> None:
     if not block.training or torch.compiler.is_compiling():
         return
     # the memory of a capture is the graph's
-    if not (chosen.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if not is_captured(chosen):
         last = vars(block).get(_LAST)
         if last is None:  # one object: who looks whether a block has changed finds none that is new
             last = vars(block)[_LAST] = _LastChoice()

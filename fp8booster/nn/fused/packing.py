@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8booster.kernels.device import is_captured
 from fp8booster.nn.fused.caches import CACHES
 from fp8booster.nn.fused.families import WITH_SINKS, has_sinks, is_attention
 
@@ -54,8 +55,7 @@ class Sequences:
             made = Sequences(boundaries, length, are_rows=True)
             vars(made)["on_host"] = [row * length for row in range(rows + 1)]
             # what stands for a tensor, or will have values once a graph is replayed, is of this call alone
-            captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-            if type(boundaries) is Tensor and not captured:
+            if type(boundaries) is Tensor and not is_captured(boundaries):
                 _ROWS[place] = made
         return made
 

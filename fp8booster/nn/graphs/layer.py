@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8booster.comm.observer import observer
+from fp8booster.kernels.device import is_captured
 from fp8booster.nn.graphs import recorder
 from fp8booster.nn.graphs.breaks import COMPUTED_AGAIN, Result, breaking_at, noted_breaks
 from fp8booster.nn.graphs.call_state import (
@@ -239,7 +240,7 @@ class LayerGraphs:
             self.why_not = "it is given no tensor"
         elif not held.trains and True not in map(_REQUIRES_GRAD, given):
             self.why_not = "nothing in it or before it is trained"
-        elif given[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        elif is_captured(given[0]):
             self.why_not = "it goes into another CUDA graph"
         elif kind is None and len({each.device for each in given}) > 1:
             # what lies on the host goes into a kernel as the number that it was at the capture

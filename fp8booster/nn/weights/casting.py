@@ -11,6 +11,7 @@ from functools import cached_property
 import torch
 
 from fp8booster.config import FP8Config
+from fp8booster.kernels.device import is_captured
 from fp8booster.nn.weights.delivered import AMAX, delivered_amax
 from fp8booster.nn.weights.stacking import are_stacked, stack_rows
 from fp8booster.scaling import OUTPUT_GRADIENT, WEIGHT, RealTime, State
@@ -108,7 +109,7 @@ class Casts:
         # a look for the attribute is cheaper than the call, and most tensors have none
         if amax is None and hasattr(tensor, AMAX):
             amax = delivered_amax(tensor)
-        if self.state is not None and is_in_capture(matrix):
+        if self.state is not None and is_captured(matrix):
             raise RuntimeError(
                 f'FP8Config(scaling="{self.scaling.name}") does not go into a CUDA graph, which cannot tell when a '
                 'step begins; use scaling="tensorwise"'
@@ -172,8 +173,3 @@ class Casts:
 
     def __setstate__(self, saved: dict[str, torch.Tensor]) -> None:
         self.load(saved)
-
-
-def is_in_capture(tensor: torch.Tensor) -> bool:
-    """Tell whether work on a tensor goes into a CUDA graph."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -42,7 +42,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
-from fp8booster.kernels.device import current_stream
+from fp8booster.kernels.device import current_stream, is_captured
 from fp8booster.nn.weights.pinned import Copies, copies_held
 from fp8booster.optim.one_pass import COUNTS_STEPS
 from fp8booster.scaling.steps import Steps, note_step
@@ -195,13 +195,13 @@ def reusable(input: torch.Tensor, weight: torch.Tensor) -> bool:
         or torch.is_inference_mode_enabled()
         or input.is_inference()
         or weight.is_inference()
-        or is_captured(input)
+        or captured_without_copies(input)
     )
 
 
-def is_captured(tensor: torch.Tensor) -> bool:
+def captured_without_copies(tensor: torch.Tensor) -> bool:
     """Tell whether work on a tensor is being captured into a CUDA graph, which finds no copies that stay fresh."""
-    return tensor.is_cuda and not Copies.held and torch.cuda.is_current_stream_capturing()
+    return not Copies.held and is_captured(tensor)
 
 
 Made = TypeVar("Made")

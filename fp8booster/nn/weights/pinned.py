@@ -14,6 +14,7 @@ from typing import ClassVar, Protocol, TypeVar
 
 import torch
 
+from fp8booster.kernels.device import is_captured
 from fp8booster.nn.weights.casting import Casts
 
 Made = TypeVar("Made")
@@ -78,7 +79,7 @@ class Copies:
 def copies_held(tensor: torch.Tensor) -> bool:
     """Tell whether copies that were pinned count as fresh, for work on a tensor."""
     # another thread may run layers of its own meanwhile, and autograd runs backward in another thread: the stream tells
-    return Copies.held and (not tensor.is_cuda or torch.cuda.is_current_stream_capturing())
+    return Copies.held and (not tensor.is_cuda or is_captured(tensor))
 
 
 class _Thread(threading.local):

@@ -11,7 +11,7 @@ import torch
 from fp8booster.kernels.blockwise_cast import transposed_blocks
 from fp8booster.kernels.transpose import transposed
 from fp8booster.nn.weights.casting import Casts
-from fp8booster.nn.weights.freshness import FreshCopy, is_captured, note_change
+from fp8booster.nn.weights.freshness import FreshCopy, captured_without_copies, note_change
 from fp8booster.nn.weights.pinned import Pinned, Record, Use, collected
 from fp8booster.nn.weights.stacking import are_stacked, as_matrix
 from fp8booster.tensor import QuantizedMatrix
@@ -95,7 +95,7 @@ class WeightSource:
             again: both are known to be `reusable`.
         """
         for_backward = torch.is_grad_enabled() and input.requires_grad
-        if not again and (torch.compiler.is_compiling() or weight.is_inference() or is_captured(input)):
+        if not again and (torch.compiler.is_compiling() or weight.is_inference() or captured_without_copies(input)):
             return casts.quantize_weight(as_matrix([weight], self.is_transposed), transposed=for_backward)
         # what an engine provides may be all that there is of the weight, and has the transposes that it has
         if casts.in_training or self.is_provided([weight]):

@@ -450,7 +450,7 @@ def test_what_a_graph_captures_and_inference_mode_are_left_to_the_layers(how: st
     grouped = GroupedExperts(fp8)
     if how == "capture":
         for each in (freshness, module):
-            monkeypatch.setattr(each, "is_captured", lambda *_: True)
+            monkeypatch.setattr(each, "captured_without_copies", lambda *_: True)
     with torch.inference_mode(how == "inference mode"):
         assert grouped(tokens(counts), copied(counts)) is None
     assert grouped.why_one_by_one == "inference mode or a graph that is captured"

@@ -192,8 +192,8 @@ def test_it_is_refused_in_a_capture_which_casts_weights_without_powers(monkeypat
     for _ in range(2):
         model(input_ids=batch(), labels=batch()).loss.backward()
         optimizer.step()
-    monkeypatch.setattr(source, "is_captured", lambda _: True)
-    monkeypatch.setattr(casting, "is_in_capture", lambda _: True)
+    monkeypatch.setattr(source, "captured_without_copies", lambda _: True)
+    monkeypatch.setattr(casting, "is_captured", lambda _: True)
     with pytest.raises(RuntimeError, match=r'scaling="smooth-swiglu".* does not go into a CUDA graph'):
         model(input_ids=batch(), labels=batch())
 

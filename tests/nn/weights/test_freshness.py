@@ -217,7 +217,7 @@ def test_casts_are_used_again_where_none_of_these_is(what, monkeypatch) -> None:
     if what == "compiled code":
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     if what == "captured":
-        monkeypatch.setattr(freshness, "is_captured", lambda tensor: tensor is input)
+        monkeypatch.setattr(freshness, "captured_without_copies", lambda tensor: tensor is input)
     with torch.inference_mode(what == "mode"):
         assert freshness.reusable(input, weight) is (what == "nothing")
 
@@ -228,7 +228,7 @@ def test_casts_are_used_again_where_none_of_these_is(what, monkeypatch) -> None:
 def test_a_capture_on_a_gpu_finds_copies_that_are_held_alone(is_cuda, capturing, held, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     with copies_are_held() if held else nullcontext():
-        found = freshness.is_captured(SimpleNamespace(is_cuda=is_cuda))
+        found = freshness.captured_without_copies(SimpleNamespace(is_cuda=is_cuda))
     assert found is (is_cuda and capturing and not held)
 
 

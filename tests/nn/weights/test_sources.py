@@ -289,7 +289,7 @@ def test_graphs_of_one_weight_read_one_copy_as_long_as_it_is_the_same() -> None:
 
 CAST_ALONE: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
     "compiled": lambda patch: patch.setattr(torch.compiler, "is_compiling", lambda: True),
-    "captured": lambda patch: patch.setattr("fp8booster.nn.weights.source.is_captured", lambda tensor: True),
+    "captured": lambda patch: patch.setattr("fp8booster.nn.weights.source.captured_without_copies", lambda _: True),
 }
 
 
