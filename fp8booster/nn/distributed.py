@@ -25,7 +25,7 @@ from fp8booster.config import FP8Config, config_or_default
 from fp8booster.nn.convert import convert_to_fp8
 from fp8booster.nn.fsdp.bookkeeping import MovingFSDPParam
 from fp8booster.nn.fsdp.earlier_optimizers import note_replaced
-from fp8booster.nn.fsdp.handle import hold_head, keep_no_weights, merged_by_unit
+from fp8booster.nn.fsdp.resharding import follow_units
 from fp8booster.nn.fsdp.units import fsdp_units, gather_in_fp8, params_of, why_not_gathered
 from fp8booster.nn.fused import fuse_model
 from fp8booster.nn.fused.decoder import FusedDecoderLayer
@@ -124,9 +124,7 @@ def follow_fsdp2(model: nn.Module, messages: Encoding | None) -> None:
             change_class(param, MovingFSDPParam)
             for module in (param._module_info.module, *param._module_info.shared_modules):
                 unit_of[module] = unit
-    keep_no_weights(unit_of)
-    merged_in = merged_by_unit(model, unit_of)
-    hold_head(model, unit_of)
+    merged_in = follow_units(model, unit_of)
     if messages is not None:
         compress_fsdp(model, gather=False, encoding=messages)
         if why_not_gathered() is None:

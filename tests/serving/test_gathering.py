@@ -14,13 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fp8booster import FP8Config, convert_to_fp8, export, fuse, quantize
 from fp8booster.config import WeightCopies
-from fp8booster.nn.fsdp.handle import follow_resharding
 from fp8booster.nn.fused.merged_layers import merged_layers
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.scaling import WEIGHT
 from fp8booster.serving import tensors
 from tests.colossal.models import tiny_llama, token_batch
 from tests.distributed import ranks, shared_folder
+from tests.nn.fsdp.resharding import follow_resharding
 from tests.serving.folders import bits, equal, files
 
 CONFIG = FP8Config(always=True)

@@ -21,7 +21,7 @@ from torch import nn
 from fp8booster.colossal.gemini.chunks import ChunkWeight, FP8Chunk
 from fp8booster.nn import FP8Layer, FP8Linear
 from fp8booster.nn.experts.alike import Look
-from fp8booster.nn.experts.fp8_experts import FP8Experts
+from fp8booster.nn.experts.fp8_experts import FP8Experts, weight_holders
 from fp8booster.nn.experts.grouped import GroupedExperts, grouped_experts
 from fp8booster.nn.fused.causal_lm_loss import HeldHead, fused_head
 from fp8booster.nn.fused.merged_layers import MergedLayers, merged_layers
@@ -143,16 +143,13 @@ def gather_for_layers(model: nn.Module) -> None:
             change_class(module, mixed_class(GatheredModule, type(module)))
         # for any number of tokens: ranks with different ones must gather and reduce chunks in one order, and layers
         # that run as one product do it in another than one by one; nor has an FP8 chunk 16-bit values to compute with
-        if isinstance(module, FP8Experts):
-            for name, source in module.fp8_weights.items():
-                if not isinstance(source, ChunkWeight):
-                    module.fp8_weights[name] = ReshardedWeight(module.is_transposed)
-                module.fp8_weights[name].always = True
-        elif isinstance(module, FP8Layer) and not is_ddp_ignored(module.held_weight):
+        for name, holder in weight_holders(module).items():
+            if isinstance(module, FP8Layer) and is_ddp_ignored(holder.held_weight):
+                continue
             # one that is computed anew for each forward, as by spectral norm, is gathered as what it is computed from
-            if module._parameters.get("weight") is not None and not isinstance(module.fp8_weight, ChunkWeight):
-                module.fp8_weight = ReshardedWeight(module.weight_is_transposed)
-            module.fp8_weight.always = True
+            if module._parameters.get(name) is not None and not isinstance(holder.fp8_weight, ChunkWeight):
+                holder.fp8_weight = ReshardedWeight(holder.weight_is_transposed)
+            holder.fp8_weight.always = True
     for grouped in grouped_experts(model):
         change_class(grouped, GatheredGroupedExperts)
     for merged in merged_layers(model):

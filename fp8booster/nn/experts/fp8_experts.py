@@ -38,7 +38,6 @@ from fp8booster.nn.modules import change_class, mixed_class, run_with
 from fp8booster.nn.sharding import WeightHolder
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.freshness import look_again
-from fp8booster.nn.weights.resharded import ReshardedWeight
 from fp8booster.nn.weights.source import CachedWeight, WeightSource
 from fp8booster.tensor import QuantizedMatrix
 
@@ -131,9 +130,9 @@ class FP8Experts(nn.Module):
         )
         change_class(self, self.original)
 
-    def expert_weights(self) -> list[ExpertWeight]:
-        """Return the parameters as an engine sees weights of layers, always the same objects."""
-        return [self._weights_of_engines.setdefault(name, ExpertWeight(self, name)) for name in self.fp8_weights]
+    def expert_weights(self) -> dict[str, ExpertWeight]:
+        """Return the parameters, by name, as an engine sees weights of layers: always the same objects."""
+        return {name: self._weights_of_engines.setdefault(name, ExpertWeight(self, name)) for name in self.fp8_weights}
 
     def _start_fp8(self, config: FP8Config) -> None:
         self.fp8_config = config
@@ -142,10 +141,6 @@ class FP8Experts(nn.Module):
         self._fp8_ran = False
         self._fp8_reasons: dict[str, None] = {}
         self._weights_of_engines: dict[str, ExpertWeight] = {}
-
-    def follow_resharding(self) -> None:
-        """Keep no FP8 weight between forward and backward: the weights are whole only while the module runs."""
-        self.fp8_weights = {name: ReshardedWeight(self.is_transposed) for name in self.fp8_weights}
 
     @property
     def _is_gated(self) -> bool:
@@ -460,7 +455,7 @@ def weight_holders(module: nn.Module) -> dict[str, WeightHolder]:
     what an engine or a parametrization put in its place.
     """
     if isinstance(module, FP8Experts):
-        return dict(zip(module.fp8_weights, module.expert_weights(), strict=True))
+        return dict(module.expert_weights())
     return {"weight": module} if isinstance(module, FP8Layer) else {}
 
 

@@ -16,7 +16,7 @@ FSDP1 has an extension point for gradients only (`comm.fsdp`). The gather is a m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -27,13 +27,10 @@ from torch.distributed.fsdp._flat_param import FlatParamHandle
 from fp8booster.comm.encoding import DEFAULT, Encoding
 from fp8booster.comm.fsdp import reduce_flat_fsdp
 from fp8booster.comm.observer import observer
-from fp8booster.nn.experts.fp8_experts import FP8Experts
 from fp8booster.nn.fsdp.flat_weights import NAME, FlatWeights
-from fp8booster.nn.fused.causal_lm_loss import HeldHead, fused_head
-from fp8booster.nn.fused.merged_layers import MergedLayers, merged_layers
-from fp8booster.nn.linear.layer import FP8Layer
-from fp8booster.nn.modules import change_class, mixed_class
-from fp8booster.nn.weights.resharded import ReshardedWeight
+from fp8booster.nn.fsdp.resharding import follow_units
+from fp8booster.nn.fused.merged_layers import MergedLayers
+from fp8booster.nn.modules import change_class
 
 _OVERRIDDEN = ("_all_gather_flat_param", "_free_unsharded_flat_param", "unshard")
 
@@ -124,65 +121,10 @@ def compress_flat_fsdp(
         )
     }
     # also where nothing is gathered in FP8: layers that keep FP8 copies would hold the whole model on every rank
-    keep_no_weights(unit_of)
-    merged_in = merged_by_unit(model, unit_of)
+    merged_in = follow_units(model, unit_of)
     for unit, handle in handles.items():
         if gather and handle.uses_sharded_strategy and why_not_gathered() is None:
             FP8FlatParamHandle.convert_in_place(handle, merged_in.get(unit, ()))
-    hold_head(model, unit_of)
-
-
-def merged_by_unit(model: nn.Module, unit_of: Mapping[nn.Module, nn.Module]) -> dict[nn.Module, list[MergedLayers]]:
-    """Return the layers of each unit that are multiplied as one, which hold no FP8 weight between forward and backward.
-
-    Args:
-        model: with units of FSDP or FSDP2.
-        unit_of: the unit of each module whose weights are sharded.
-    """
-    merged_in: dict[nn.Module, list[MergedLayers]] = {}
-    for merged in merged_layers(model):
-        of = {unit_of.get(layer) for layer in merged.layers}
-        if len(of) > 1:
-            merged.fp8_weight.refusal = "the weights are gathered in different units"
-            continue
-        (unit,) = of
-        if unit is not None:
-            merged.fp8_weight = ReshardedWeight()
-            merged_in.setdefault(unit, []).append(merged)
-    return merged_in
-
-
-def follow_resharding(model: nn.Module) -> None:
-    """Let the FP8 layers and experts of a model keep no FP8 weight between forward and backward.
-
-    For a model whose weights are gathered for forward, freed after it and gathered again for backward, into the same
-    tensor, as FSDP2 does. `fully_shard` of fp8booster does it, and `compress_flat_fsdp` for FSDP1.
-
-    Args:
-        model: converted to FP8 layers.
-    """
-    keep_no_weights(model.modules())
-    for merged in merged_layers(model):
-        merged.fp8_weight = ReshardedWeight()
-
-
-def keep_no_weights(modules: Iterable[nn.Module]) -> None:
-    """Let FP8 layers and experts among some modules keep no FP8 weight between forward and backward."""
-    for module in modules:
-        if isinstance(module, FP8Layer):
-            module.fp8_weight = ReshardedWeight(module.weight_is_transposed)
-        elif isinstance(module, FP8Experts):
-            module.follow_resharding()
-
-
-def hold_head(model: nn.Module, unit_of: Mapping[nn.Module, nn.Module]) -> None:
-    """Let a fused loss read its head's weight where that is gathered for as long as the whole model runs."""
-    head = fused_head(model)
-    if head is None or head not in unit_of:
-        return
-    is_inside = any(head in module.children() for module in unit_of[head].modules())
-    if is_inside and not isinstance(head, HeldHead):
-        change_class(head, mixed_class(HeldHead, type(head)))
 
 
 def why_not_gathered() -> str | None:

@@ -18,10 +18,10 @@ from fp8booster.formats import E4M3, E5M2
 from fp8booster.nn.experts import grouped_linear, stack
 from fp8booster.nn.experts.fp8_experts import FP8Experts
 from fp8booster.nn.experts.row_layout import RowLayout
-from fp8booster.nn.fsdp.handle import follow_resharding
 from fp8booster.nn.graphs.eager import COUNTED
 from fp8booster.nn.linear import speed_model
 from tests.kernels.grouped_stand_in import scaled_grouped_mm, stand_in
+from tests.nn.fsdp.resharding import follow_resharding
 from tests.nn.swapping import by_swapping
 
 HIDDEN, FEATURES, EXPERTS, TOKENS, EACH = 64, 96, 4, 40, 2

@@ -9,12 +9,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fp8booster import FP8Config, comm, convert_to_fp8, report
-from fp8booster.nn.fsdp.handle import follow_resharding
 from fp8booster.nn.fuse import fuse
 from fp8booster.nn.fused.merged_layers import merged_layers
 from fp8booster.nn.linear.layer import FP8Linear
 from fp8booster.nn.weights.resharded import ReshardedWeight
 from tests.distributed import run_ranks
+from tests.nn.fsdp.resharding import follow_resharding
 from tests.nn.fused.models import batch, build
 
 CONFIGS = [FP8Config(scaling=each) for each in ("tensorwise", "rowwise", "blockwise")]

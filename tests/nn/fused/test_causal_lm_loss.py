@@ -15,13 +15,13 @@ import fp8booster.colossal  # noqa: F401  (mends colossalai before it is importe
 from fp8booster import FP8Config, convert_to_fp8, report
 from fp8booster.config import WeightCopies
 from fp8booster.kernels.scales import amax_of
-from fp8booster.nn.fsdp.handle import follow_resharding
 from fp8booster.nn.fused import loss as loss_module
 from fp8booster.nn.fused.causal_lm_loss import _with_transpose, use_fused_loss, use_native_loss, why_not_fused
 from fp8booster.nn.linear import speed_model
 from fp8booster.nn.weights.delivered import deliver_amax
 from tests.colossal.moe.models import tiny_mixtral
 from tests.distributed import run_ranks
+from tests.nn.fsdp.resharding import follow_resharding
 from tests.nn.fused.models import FAMILIES, INSTALLED, VOCABULARY, batch, build
 
 

@@ -12,10 +12,10 @@ from torch import nn
 from fp8booster import FP8Config, convert_to_fp8, fuse, report
 from fp8booster.config import GRADIENT_ACCUMULATIONS, Activations
 from fp8booster.kernels.device import current_stream
-from fp8booster.nn.fsdp.handle import follow_resharding
 from fp8booster.nn.graphs import capture_layers, captured_layers, free_graphs, recorder
 from fp8booster.nn.graphs.layer import MOST_KINDS, TOO_EARLY, WARM_UP, LayerGraphs, Shared
 from fp8booster.optim import AdamW
+from tests.nn.fsdp.resharding import follow_resharding
 from tests.nn.fused.models import VOCABULARY, build
 from tests.nn.graphs.rerun import Rerun
 
