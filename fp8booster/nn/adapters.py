@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8booster.nn.experts.fp8_experts import FP8Experts
 from fp8booster.nn.linear.frozen import FrozenLayer, before_decoding
-from fp8booster.nn.linear.layer import FP8Layer, forget_weight, restore_weight
+from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.linear.low_rank import low_rank_product
+from fp8booster.nn.weights.holder import FP8Module
 
 _CHANGES = ("merge", "unmerge")
 _TAKEN_OUT = ("pissa", "corda", "olora", "loftq", "lora_ga")
@@ -111,16 +111,14 @@ def _followed(change: Callable[..., None], adapters: Any, *args: Any, **kwargs: 
             change(adapters, *args, **kwargs)
         return
     for module in adapters.modules():
-        if isinstance(module, FP8Layer):
+        if isinstance(module, FP8Module):
             # adapters that are FP8 layers too may have no 16-bit values now
-            restore_weight(module)
+            module.restore_weights()
     try:
         change(adapters, *args, **kwargs)
     finally:
-        if isinstance(base, FP8Layer):
-            forget_weight(base)
-        elif isinstance(base, FP8Experts):
-            base.forget()
+        if isinstance(base, FP8Module):
+            base.forget_weights()
 
 
 def _not_of_frozen(begin: Callable[..., None], adapters: Any, *args: Any, **kwargs: Any) -> None:

@@ -23,6 +23,7 @@ from fp8booster.nn.linear.layer import FP8Layer, FP8Linear, require_own_weights
 from fp8booster.nn.linear.low_rank import low_rank_adapters
 from fp8booster.nn.modules import require_module, vocabulary_heads
 from fp8booster.nn.sharing import share_inputs
+from fp8booster.nn.weights.holder import FP8Module
 from fp8booster.nn.weights.memory import is_lazy, without_large_transposes
 
 PADDING_LIMIT = 1.125
@@ -139,7 +140,7 @@ def convert_to_fp8(
             module.__dict__[_KEPT] = Kept(reason, product_features(module, kinds))
     experts = _convert_experts(model, config, {**kept, **at_the_ends})
     _remember_outside(model, experts, routers)
-    if not any(isinstance(module, (FP8Layer, FP8Experts)) for module in model.modules()):
+    if not any(isinstance(module, FP8Module) for module in model.modules()):
         reasons = {kept_reason(module) for _, module in linears} | set(experts.values())
         _warn_of_nothing(sorted(reasons), {LEFT_OUT, WHY_NOT_ROUTERS, *at_the_ends.values()})
     group_mixtures(model, config.fused)
@@ -401,6 +402,6 @@ def kept_reason(module: nn.Module, unknown: str = USE_FP8_IS_OFF) -> str:
 
 def why_unknown(model: nn.Module) -> str:
     """Return why the conversion of a model, if any, has noted nothing of a part."""
-    if any(isinstance(module, (FP8Layer, FP8Experts)) for module in model.modules()):
+    if any(isinstance(module, FP8Module) for module in model.modules()):
         return "it came after the model was converted"
     return USE_FP8_IS_OFF

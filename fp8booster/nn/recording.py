@@ -29,11 +29,11 @@ from fp8booster.monitor.recorder import PATIENCE, Recorder, put, take, warn
 from fp8booster.monitor.sinks import KIND, Sink, sinks_of
 from fp8booster.monitor.watchdog import Watchdog, remedy_of_nonfinite
 from fp8booster.nn.convert import linear_layers
-from fp8booster.nn.experts.fp8_experts import FP8Experts
 from fp8booster.nn.fused import pointwise
 from fp8booster.nn.graphs.capture import captured_layers, look_inside
 from fp8booster.nn.held_casts import forget_step, held_casts, plain_name
 from fp8booster.nn.linear.layer import FP8Layer
+from fp8booster.nn.weights.holder import FP8Module
 from fp8booster.optim import adamw, gradient_sums
 from fp8booster.optim.one_pass import COUNTS_STEPS
 from fp8booster.scaling import INPUT, WEIGHT, Scaling
@@ -314,7 +314,7 @@ def record(
     inner = model if unwrap is None else unwrap()
     if not isinstance(inner, nn.Module):  # Colossal-AI's view of a model with adapters
         inner = inner.base_model
-    configs = [module.fp8_config for module in inner.modules() if isinstance(module, (FP8Layer, FP8Experts))]
+    configs = [module.fp8_config for module in inner.modules() if isinstance(module, FP8Module)]
     if not configs and not (dist.is_initialized() and dist.get_world_size() > 1):  # another stage may have some
         raise ValueError(
             "no layer of the model computes in FP8, so there is nothing to record; call convert_to_fp8 first"

@@ -17,52 +17,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from fp8booster.comm.transport import agree_on_amax, largest_of_each
-from fp8booster.config import FP8Config
 from fp8booster.kernels.alignment import ALIGNMENT
 from fp8booster.kernels.scales import amaxes_of, scale_of
 from fp8booster.kernels.shard_cast import cast_shards
 from fp8booster.nn.fused.merged_layers import MergedLayers
-from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.engine import fill_all
+from fp8booster.nn.weights.holder import WeightHolder
 from fp8booster.nn.weights.source import WeightSource
 from fp8booster.tensor import QuantizedMatrix
 
 NOT_FP8 = "not the weight of an FP8 layer"
-
-
-class WeightHolder(Protocol):
-    """Multiplies by one weight: an `FP8Layer`, or a parameter of experts (`experts.fp8_experts.ExpertWeight`)."""
-
-    fp8_weight: WeightSource
-
-    @property
-    def held_weight(self) -> torch.Tensor:
-        """As `FP8Layer.held_weight`."""
-
-    @property
-    def fp8_config(self) -> FP8Config:
-        """As `FP8Layer.fp8_config`."""
-
-    @property
-    def fp8_casts(self) -> Casts:
-        """As `FP8Layer.fp8_casts`."""
-
-    @property
-    def weight_is_transposed(self) -> bool:
-        """As `FP8Layer.weight_is_transposed`."""
-
-    @property
-    def product_features(self) -> tuple[int, int]:
-        """As `FP8Layer.product_features`."""
-
-    def in_product_layout(self, stored: QuantizedMatrix) -> QuantizedMatrix:
-        """As `FP8Layer.in_product_layout`."""
 
 
 def why_not_cast(

@@ -20,8 +20,8 @@ from fp8booster.nn.experts.fp8_experts import ExpertWeight, FP8Experts
 from fp8booster.nn.fsdp.bookkeeping import FP8FSDPParam
 from fp8booster.nn.fsdp.units import fsdp_units, holder_of, params_of
 from fp8booster.nn.report import PASSED_OVER
-from fp8booster.nn.sharding import WeightHolder
 from fp8booster.nn.weights.engine import EngineWeight
+from fp8booster.nn.weights.holder import WeightHolder
 from fp8booster.nn.weights.resharded import ReshardedWeight
 from tests.distributed import ranks, run_ranks, shared_folder
 from tests.nn.fused.models import MAJOR, VOCABULARY, build

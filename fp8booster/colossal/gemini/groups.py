@@ -25,10 +25,11 @@ from fp8booster.colossal.gemini.chunks import FP8Chunk, ReducedChunk
 from fp8booster.comm import Encoding
 from fp8booster.config import FP8Config
 from fp8booster.kernels.alignment import ALIGNMENT
-from fp8booster.nn.experts.fp8_experts import weight_holders, why_not_in
+from fp8booster.nn.experts.fp8_experts import why_not_in
 from fp8booster.nn.fused.merged_layers import merged_layers
 from fp8booster.nn.modules import change_class, count_readers
-from fp8booster.nn.sharding import NOT_FP8, WeightHolder, why_not_cast
+from fp8booster.nn.sharding import NOT_FP8, why_not_cast
+from fp8booster.nn.weights.holder import WeightHolder, weight_holders
 
 RESIDENT = "resident"
 WEIGHTS = "weights"

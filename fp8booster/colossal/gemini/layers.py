@@ -21,13 +21,13 @@ from torch import nn
 from fp8booster.colossal.gemini.chunks import ChunkWeight, FP8Chunk
 from fp8booster.nn import FP8Layer, FP8Linear
 from fp8booster.nn.experts.alike import Look
-from fp8booster.nn.experts.fp8_experts import FP8Experts, weight_holders
 from fp8booster.nn.experts.grouped import GroupedExperts, grouped_experts
 from fp8booster.nn.fused.causal_lm_loss import HeldHead, fused_head
 from fp8booster.nn.fused.merged_layers import MergedLayers, merged_layers
 from fp8booster.nn.fused.norm import FusedNorm
 from fp8booster.nn.modules import PASSES_ON, change_class, mixed_class
 from fp8booster.nn.weights.delivered import deliver_amax, delivered_amax
+from fp8booster.nn.weights.holder import FP8Module, weight_holders
 from fp8booster.nn.weights.resharded import ReshardedWeight
 
 Made = TypeVar("Made", bound=torch.Tensor | tuple[torch.Tensor, ...] | None)
@@ -139,7 +139,7 @@ def gather_for_layers(model: nn.Module) -> None:
     for module in model.modules():
         if module is head:
             change_class(module, mixed_class(GatheredHead, type(module)))
-        elif isinstance(module, (FP8Layer, FP8Experts, FusedNorm)):
+        elif isinstance(module, (FP8Module, FusedNorm)):
             change_class(module, mixed_class(GatheredModule, type(module)))
         # for any number of tokens: ranks with different ones must gather and reduce chunks in one order, and layers
         # that run as one product do it in another than one by one; nor has an FP8 chunk 16-bit values to compute with

@@ -11,7 +11,8 @@ from fp8booster.colossal.gemini.chunks import FP8Chunk
 from fp8booster.comm.observer import observer
 from fp8booster.kernels.scales import new_inverse_scales
 from fp8booster.nn.fused.merged_layers import MergedLayers
-from fp8booster.nn.sharding import ShardedCast, WeightHolder, scale_groups
+from fp8booster.nn.sharding import ShardedCast, scale_groups
+from fp8booster.nn.weights.holder import WeightHolder
 
 NAME = "amax of weights"
 """The row of `fp8booster.comm.statistics` for the reductions that scales come from."""

@@ -31,22 +31,14 @@ from fp8booster.comm.observer import bytes_of_encoded, observer
 from fp8booster.comm.threshold import ranks_of
 from fp8booster.comm.transport import gather_many
 from fp8booster.kernels.shard_cast import unpack
-from fp8booster.nn.experts.fp8_experts import ExpertWeight, weight_holders, why_not_in
+from fp8booster.nn.experts.fp8_experts import ExpertWeight, why_not_in
 from fp8booster.nn.experts.grouped import grouped_experts
 from fp8booster.nn.fused.merged_layers import MergedLayers, merged_layers
-from fp8booster.nn.linear.layer import FP8Layer, restore_weight
+from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import count_readers
-from fp8booster.nn.sharding import (
-    NOT_FP8,
-    Filled,
-    ScaleGroup,
-    ShardedCast,
-    WeightHolder,
-    fill_layers,
-    scale_groups,
-    why_not_cast,
-)
+from fp8booster.nn.sharding import NOT_FP8, Filled, ScaleGroup, ShardedCast, fill_layers, scale_groups, why_not_cast
 from fp8booster.nn.weights.engine import EngineWeight
+from fp8booster.nn.weights.holder import WeightHolder, restore_weights, weight_holders
 from fp8booster.nn.weights.memory import fits
 from fp8booster.tensor import QuantizedMatrix
 
@@ -204,8 +196,8 @@ class GatheredWeights:
         alone = [each for each in self._weights.values() if not each.keeps_16_bits]
         for gathered in alone:
             layer = cast(FP8Layer, gathered.layer)  # experts keep their values
-            layer.register_state_dict_pre_hook(restore_weight)
-            layer.register_load_state_dict_pre_hook(restore_weight)
+            layer.register_state_dict_pre_hook(restore_weights)
+            layer.register_load_state_dict_pre_hook(restore_weights)
         # of all or none: who reads a weight in 16 bits waits for no stream
         beside = len(alone) == len(self._weights) > 0 and alone[0].flat.is_cuda
         self._stream = torch.cuda.Stream(alone[0].flat.device) if beside else None

@@ -18,13 +18,12 @@ from colossalai.zero.low_level import LowLevelZeroOptimizer
 from torch import nn
 
 from fp8booster.colossal.temporarily import temporarily
-from fp8booster.nn.experts.fp8_experts import FP8Experts
 from fp8booster.nn.experts.grouped import grouped_experts
 from fp8booster.nn.fused.merged_layers import merged_layers
 from fp8booster.nn.graphs.eager import eager_parts, modules_apart
 from fp8booster.nn.graphs.static_call import parameters_of
-from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import change_class, mixed_class, repeated_layers
+from fp8booster.nn.weights.holder import FP8Module
 
 
 def keep_one_order(optimizer: LowLevelZeroOptimizer, model: nn.Module) -> None:
@@ -74,7 +73,7 @@ def _sets_of_products(model: nn.Module) -> list[_Set]:
         [expert.modules() for expert in reversed(grouped.experts)] for grouped in grouped_experts(model)
     ]
     by_parts += [[merged.layers] for merged in merged_layers(model)]
-    by_parts += [[(module,)] for module in model.modules() if isinstance(module, (FP8Layer, FP8Experts))]
+    by_parts += [[(module,)] for module in model.modules() if isinstance(module, FP8Module)]
     # what runs as one before its layers: their weights are in the set of the product, and a layer's has what is left
     sets, taken = [], set()
     for modules_of_parts in by_parts:

@@ -11,7 +11,6 @@ right or not faster the implementation that was chosen runs. All experts of a pa
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar, cast
 
 import torch
@@ -33,11 +32,9 @@ from fp8booster.nn.fused.activations import fused_kind
 from fp8booster.nn.fused.pointwise import Saving, activate
 from fp8booster.nn.fused.trials import gates_by_activation
 from fp8booster.nn.graphs.eager import COUNTED
-from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import change_class, mixed_class, run_with
-from fp8booster.nn.sharding import WeightHolder
 from fp8booster.nn.weights.casting import Casts
-from fp8booster.nn.weights.freshness import look_again
+from fp8booster.nn.weights.holder import FP8Module, WeightHolder
 from fp8booster.nn.weights.source import CachedWeight, WeightSource
 from fp8booster.tensor import QuantizedMatrix
 
@@ -85,7 +82,7 @@ def why_not_called_so(args: tuple, kwargs: dict[str, Any]) -> str | None:
     return None
 
 
-class FP8Experts(nn.Module):
+class FP8Experts(FP8Module):
     """A mixin before the class of a module that holds experts.
 
     A module turns into a class of these in place (`convert_in_place`) and back (`revert`): its parameters, hooks and
@@ -96,7 +93,6 @@ class FP8Experts(nn.Module):
     original: ClassVar[type[nn.Module]]
     """The class that the module was, and is again after `revert`."""
 
-    fp8_config: FP8Config
     fp8_weights: dict[str, WeightSource]
     """By name of a parameter, where its FP8 copy comes from."""
 
@@ -120,27 +116,24 @@ class FP8Experts(nn.Module):
 
     def revert(self) -> None:
         """Turn the module into what it was, in place."""
-        del (
-            self.fp8_config,
-            self.fp8_weights,
-            self.fp8_casts,
-            self._fp8_ran,
-            self._fp8_reasons,
-            self._weights_of_engines,
-        )
+        del (self.fp8_weights, self.fp8_casts, self._fp8_ran, self._fp8_reasons, self._weights_of_engines)
         change_class(self, self.original)
 
-    def expert_weights(self) -> dict[str, ExpertWeight]:
-        """Return the parameters, by name, as an engine sees weights of layers: always the same objects."""
-        return {name: self._weights_of_engines.setdefault(name, ExpertWeight(self, name)) for name in self.fp8_weights}
+    @property
+    def fp8_config(self) -> FP8Config:
+        """As `FP8Module.fp8_config`."""
+        return self.fp8_casts[_DOWN].config
+
+    def weight_holders(self) -> dict[str, ExpertWeight]:
+        """As `FP8Module.weight_holders`."""
+        return self._weights_of_engines
 
     def _start_fp8(self, config: FP8Config) -> None:
-        self.fp8_config = config
         self.fp8_weights = {name: CachedWeight(self.is_transposed) for name in _names(self)}
         self.fp8_casts = {name: Casts.of_layer(config) for name in self.fp8_weights}
         self._fp8_ran = False
         self._fp8_reasons: dict[str, None] = {}
-        self._weights_of_engines: dict[str, ExpertWeight] = {}
+        self._weights_of_engines = {name: ExpertWeight(self, name) for name in self.fp8_weights}
 
     @property
     def _is_gated(self) -> bool:
@@ -370,29 +363,6 @@ class FP8Experts(nn.Module):
         bias = scale_gradient(getattr(self, f"{name}_bias"), factor)
         return torch.addmm(y, shares, bias.to(y.dtype))
 
-    def forget(self) -> None:
-        """Make the FP8 copies stale."""
-        for name, source in self.fp8_weights.items():
-            weight = self._parameters.get(name)
-            source.invalidate([] if weight is None else [weight])
-
-    def train(self, mode: bool = True) -> FP8Experts:
-        """As `nn.Module.train`; unless it was and stays in training, the weights are looked at again."""
-        if not (self.training and mode):
-            for name, source in self.fp8_weights.items():
-                source.end_evaluation()
-                if (weight := self._parameters.get(name)) is not None:
-                    look_again(weight)
-        return super().train(mode)
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FP8Experts:
-        self.forget()  # the parameters move to another device or dtype
-        return super()._apply(fn, recurse)
-
-    def _load_from_state_dict(self, *arguments: Any, **named: Any) -> None:
-        self.forget()  # as `FP8Layer` does
-        super()._load_from_state_dict(*arguments, **named)
-
 
 class ExpertWeight:
     """One parameter of experts, as an engine that casts and gathers it sees the weight of a layer.
@@ -446,17 +416,6 @@ class ExpertWeight:
 
     def __reduce__(self) -> tuple:
         return ExpertWeight, (self._experts, self._name)
-
-
-def weight_holders(module: nn.Module) -> dict[str, WeightHolder]:
-    """Return what multiplies by each of a module's own weights in FP8, by name; none: nothing does.
-
-    Of layers and experts alike, for engines that cast and gather weights. By that name the module holds a parameter, or
-    what an engine or a parametrization put in its place.
-    """
-    if isinstance(module, FP8Experts):
-        return dict(module.expert_weights())
-    return {"weight": module} if isinstance(module, FP8Layer) else {}
 
 
 def why_not_in(dtype: torch.dtype, holder: WeightHolder) -> str | None:

@@ -24,9 +24,10 @@ from fp8booster.comm.transport import gather_bytes, new_message
 from fp8booster.kernels.alignment import aligned
 from fp8booster.kernels.scales import new_inverse_scales
 from fp8booster.kernels.shard_cast import unpack
-from fp8booster.nn.experts.fp8_experts import weight_holders, why_not_in
+from fp8booster.nn.experts.fp8_experts import why_not_in
 from fp8booster.nn.fused.merged_layers import MergedLayers
-from fp8booster.nn.sharding import NOT_FP8, ShardedCast, WeightHolder, scale_groups, why_not_cast
+from fp8booster.nn.sharding import NOT_FP8, ShardedCast, scale_groups, why_not_cast
+from fp8booster.nn.weights.holder import WeightHolder, weight_holders
 from fp8booster.tensor import QuantizedMatrix
 
 NAME = "parameter gather"

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from fp8booster.nn.experts.fp8_experts import weight_holders
 from fp8booster.nn.fused.causal_lm_loss import HeldHead, fused_head
 from fp8booster.nn.fused.merged_layers import MergedLayers, merged_layers
 from fp8booster.nn.modules import change_class, mixed_class
+from fp8booster.nn.weights.holder import weight_holders
 from fp8booster.nn.weights.resharded import ReshardedWeight
 
 

@@ -28,13 +28,14 @@ from fp8booster.comm.observer import observer
 from fp8booster.comm.transport import one_tensor
 from fp8booster.formats import FORMATS
 from fp8booster.kernels.scales import new_inverse_scales
-from fp8booster.nn.experts.fp8_experts import weight_holders, why_not_in
+from fp8booster.nn.experts.fp8_experts import why_not_in
 from fp8booster.nn.fsdp.bookkeeping import FP8FSDPParam, StayingFSDPParam
 from fp8booster.nn.fsdp.flat_weights import NAME
 from fp8booster.nn.fsdp.slots import Slot, Slots
 from fp8booster.nn.fused.merged_layers import MergedLayers
 from fp8booster.nn.modules import change_class
-from fp8booster.nn.sharding import NOT_FP8, ScaleGroup, ShardedCast, WeightHolder, scale_groups, why_not_cast
+from fp8booster.nn.sharding import NOT_FP8, ScaleGroup, ShardedCast, scale_groups, why_not_cast
+from fp8booster.nn.weights.holder import WeightHolder, weight_holders
 from fp8booster.nn.weights.resharded import ReshardedWeight
 from fp8booster.tensor import QuantizedMatrix
 

@@ -22,7 +22,7 @@ from fp8booster.kernels.alignment import aligned, multiple_for
 from fp8booster.kernels.blockwise_cast import scales_shape
 from fp8booster.kernels.device import require_fp8
 from fp8booster.nn.linear.functional import check_operands, linear_from_quantized
-from fp8booster.nn.linear.layer import FP8Layer, FP8Linear, note_read, restore_weight
+from fp8booster.nn.linear.layer import FP8Layer, FP8Linear, note_read
 from fp8booster.nn.linear.shared_input import share_input
 from fp8booster.nn.linear.speed_model import TokenCounts
 from fp8booster.nn.modules import change_class
@@ -77,7 +77,7 @@ class FrozenLayer(FP8Layer):
     def convert_in_place(cls, module: nn.Module, config: FP8Config) -> None:
         """Cast a layer's weight and turn the layer into this class in place; the 16-bit weight is freed."""
         if isinstance(module, FP8Layer):
-            restore_weight(module)  # an engine may have left no other copy
+            module.restore_weights()  # an engine may have left no other copy
             module.revert()
         weight = module._parameters.pop("weight")
         frozen = change_class(module, cls)

@@ -20,7 +20,8 @@ from fp8booster.nn.linear.speed_model import TokenCounts, computes_in_fp8
 from fp8booster.nn.modules import change_class
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.delivered import RECIPE, delivered_recipe
-from fp8booster.nn.weights.freshness import look_again, note_change, reusable
+from fp8booster.nn.weights.freshness import note_change, reusable
+from fp8booster.nn.weights.holder import FP8Module
 from fp8booster.nn.weights.source import CachedWeight, WeightSource
 from fp8booster.reading import first_of
 from fp8booster.scaling import INPUT
@@ -62,7 +63,7 @@ _READ_IN_TRAINING, _READ_IN_EVALUATION = "weight_read_in_training", "weight_read
 _RAN_IN_EVALUATION = "ran_in_evaluation"
 
 
-class FP8Layer(nn.Module):
+class FP8Layer(FP8Module):
     """A linear layer in FP8: a mixin before the class that the layer was.
 
     A layer turns into a class of these in place (`convert_in_place`) and back (`revert`): its parameters, hooks and
@@ -110,7 +111,7 @@ class FP8Layer(nn.Module):
 
     def _start_fp8(self, config: FP8Config) -> None:
         if "fp8_weight" in vars(self):
-            restore_weight(self)  # an engine before may have left no other copy than the one that goes here
+            self.restore_weights()  # an engine before may have left no other copy than the one that goes here
         self._whole_shape = self.held_weight.shape
         self._forget_uses()
         self.fp8_weight = CachedWeight(self.weight_is_transposed)
@@ -119,8 +120,12 @@ class FP8Layer(nn.Module):
 
     @property
     def fp8_config(self) -> FP8Config:
-        """The configuration of the layer's casts and products, from its conversion on."""
+        """As `FP8Module.fp8_config`."""
         return self.fp8_casts.config
+
+    def weight_holders(self) -> dict[str, FP8Layer]:
+        """As `FP8Module.weight_holders`."""
+        return {"weight": self}
 
     def _forget_uses(self) -> None:
         """Count the layer as one that neither ran nor was read."""
@@ -231,14 +236,6 @@ class FP8Layer(nn.Module):
         if not torch.compiler.is_compiling():
             self.__dict__[_RAN_IN_EVALUATION] = True
 
-    def train(self, mode: bool = True) -> FP8Layer:
-        """As `nn.Module.train`; unless it was and stays in training, the weight is looked at again."""
-        if not (self.training and mode):
-            self.fp8_weight.end_evaluation()
-            if (weight := self._parameters.get("weight")) is not None:
-                look_again(weight)
-        return super().train(mode)
-
     def _computes_in_fp8(self, rows: int, matrix: torch.Tensor, again: bool) -> bool:
         """Tell whether FP8 pays for so many tokens; what was found is kept where casts are."""
         if again and rows in self.in_fp8:
@@ -252,20 +249,11 @@ class FP8Layer(nn.Module):
         return in_fp8
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FP8Layer:
-        # the parameters move to another device or dtype: the copy goes, and what was found to pay there
-        restore_weight(self)  # the copy may be all that there is of the weight
-        forget_weight(self)
-        self.in_fp8.clear()
-        return super()._apply(fn, recurse)
-
-    def _load_from_state_dict(self, *arguments: Any, **named: Any) -> None:
-        # under FSDP2 what is loaded is the shard, and the gathered weight counts no change; it is done first, for torch
-        # swaps no parameters that a copy refers to
-        forget_weight(self)
-        super()._load_from_state_dict(*arguments, **named)
+        self.in_fp8.clear()  # what was found to pay on this device
+        return cast(FP8Layer, super()._apply(fn, recurse))
 
     def __getstate__(self) -> dict[str, Any]:
-        restore_weight(self)  # what is pickled or copied has values
+        self.restore_weights()  # what is pickled or copied has values
         return self.__dict__
 
     def fp8_notes(self) -> str:
@@ -319,27 +307,16 @@ def require_own_weights(model: nn.Module) -> None:
             raise ValueError(module.fp8_weight.why_not_replaced)
 
 
-def restore_weight(layer: FP8Layer, *_: Any) -> None:
-    """Give a layer's weight its value in 16 bits again, where an engine keeps none; a hook of state dicts."""
-    layer.fp8_weight.restore_values()
-
-
-def forget_weight(layer: FP8Layer) -> None:
-    """Make every FP8 copy of a layer's weight stale, also one that is stacked with others."""
-    weight = layer._parameters.get("weight")  # None: computed for each forward, or another pipeline stage's
-    layer.fp8_weight.invalidate([] if weight is None else [weight])
-
-
 def forget_weights(model: nn.Module) -> None:
     """Drop every FP8 weight copy of a model, so that the next forward casts anew.
 
     Needed only after a change through `.data` that no optimizer step follows.
     """
     for module in model.modules():
-        if isinstance(module, FP8Layer):
-            restore_weight(module)
-            forget_weight(module)
-    note_change([])  # of what holds copies besides layers, as experts do
+        if isinstance(module, FP8Module):
+            module.restore_weights()
+            module.forget_weights()
+    note_change([])  # of what holds copies of several modules' weights
 
 
 class FP8Linear(FP8Layer, nn.Linear):

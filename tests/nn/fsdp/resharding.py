@@ -2,8 +2,8 @@
 
 from torch import nn
 
-from fp8booster.nn.experts.fp8_experts import weight_holders
 from fp8booster.nn.fused.merged_layers import merged_layers
+from fp8booster.nn.weights.holder import weight_holders
 from fp8booster.nn.weights.resharded import ReshardedWeight
 
 
