@@ -28,6 +28,8 @@ class CountedGraphs:
     A GPU has room for all graphs, and the host is slower than it.
     """
 
+    __call__ = Recorder.__call__
+    place_like = Recorder.place_like
     holders = staticmethod(Recorder.holders)
 
     def __init__(self, tracker: MemoryTracker) -> None:
@@ -50,10 +52,6 @@ class CountedGraphs:
             temporarily(layer, random_state=lambda device: None),  # and random ones are drawn by no generator
         ):
             yield
-
-    def __call__(self, work: Callable[[], Made], memory: Memory | None = None) -> tuple[Callable[[], None], Made]:
-        (replay,), made = self.in_pieces(lambda cut: work(), memory)
-        return replay, made
 
     def in_pieces(
         self, work: Callable[[Cut], Made], memory: Memory | None = None, *, across_threads: bool = False
@@ -98,13 +96,6 @@ class CountedGraphs:
         with self._tracker.inside(Pool(self._tracker, GRAPHS)):  # one of its own: it is as large as the tensor
             memory = torch.empty(shape, dtype=dtype, device="cpu")
         return Place(memory, self.holders(memory))
-
-    def place_like(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
-        """Return a place that all graphs share."""
-        key = number, tensor.shape, tensor.dtype, tensor.stride()
-        if key not in self._places:
-            self._places[key] = torch.zeros_like(tensor)
-        return self._places[key]
 
     def let_go(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor in memory that is counted already."""
