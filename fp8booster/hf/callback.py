@@ -8,8 +8,9 @@ from accelerate.state import AcceleratorState
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from fp8booster.comm.ddp import BUCKET_MB
 from fp8booster.config import FP8Config, config_or_default
-from fp8booster.hf.prepare import BUCKET_MIB, convert, is_prepared
+from fp8booster.hf.prepare import convert, is_prepared
 from fp8booster.nn.weights.freshness import note_change
 from fp8booster.optim import AdamW
 from fp8booster.optim.used_gradient import REFUSAL
@@ -45,7 +46,7 @@ class FP8Callback(TrainerCallback):
         """Convert the model, which the Trainer's accelerator has not seen yet."""
         _check(args)
         if args.ddp_bucket_cap_mb is None:
-            args.ddp_bucket_cap_mb = BUCKET_MIB
+            args.ddp_bucket_cap_mb = BUCKET_MB
         fused_loss = not _is_of_trl(args) if self.fused_loss is None else self.fused_loss
         convert(model, self.config, state=AcceleratorState(), fused_loss=fused_loss)
 

@@ -13,20 +13,18 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from fp8booster.comm import DDPState, average_in_fp8
+from fp8booster.comm.ddp import BUCKET_MB
 from fp8booster.comm.threshold import use_links
 from fp8booster.config import FP8Config, config_or_default
 from fp8booster.hf.sharding import follow_sharding, name_units, why_not_sharded
 from fp8booster.kernels.device import require_fp8
-from fp8booster.nn import convert_to_fp8, fuse, report
-from fp8booster.nn.fused import fused_summary, use_fused_loss, use_native_loss
+from fp8booster.nn import convert_to_fp8, report
+from fp8booster.nn.fused import fuse_model, fused_summary, use_fused_loss, use_native_loss
 from fp8booster.nn.graphs import capture_as_configured
 
 if TYPE_CHECKING:  # neither need be installed
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
-
-BUCKET_MIB = 64
-"""The size of DDP's buckets where the user gave none: inside a node smaller messages are sent uncompressed."""
 
 _WRAPPERS = (DataParallel, DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
 
@@ -101,11 +99,10 @@ def convert(
         model.to(device)  # before it is fused, for then weights of merged products lie together
     convert_to_fp8(model, config)
     fused = ""
+    if config.fused and not inside:  # what accelerate has wrapped is fused
+        fuse_model(model)
+    capture_as_configured(model, config)
     if config.fused:
-        if inside:  # what accelerate has wrapped is fused
-            capture_as_configured(model, config)
-        else:
-            fuse(model)
         # an earlier trainer of the model may have asked for the other
         if fused_loss:
             use_fused_loss(model)
@@ -171,4 +168,4 @@ def _sharding_of(state: AcceleratorState, model: nn.Module) -> Any:
 def _buckets() -> Any:
     from accelerate import DistributedDataParallelKwargs
 
-    return DistributedDataParallelKwargs(bucket_cap_mb=BUCKET_MIB)
+    return DistributedDataParallelKwargs(bucket_cap_mb=BUCKET_MB)

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard as shard_by_torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fp8booster.comm.ddp import DDPState, ddp_hook
+from fp8booster.comm.ddp import BUCKET_MB, DDPState, ddp_hook
 from fp8booster.comm.encoding import Encoding
 from fp8booster.comm.fsdp import compress_fsdp
 from fp8booster.comm.threshold import use_links
@@ -34,10 +34,6 @@ from fp8booster.nn.graphs.capture import CapturedLayer
 from fp8booster.nn.linear.frozen import FrozenLayer
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import change_class, inside_wrappers, repeated_layers, require_module, vocabulary_heads
-
-BUCKET_MB = 64
-"""Of DDP's buckets: inside a node, messages under 64 MiB are faster uncompressed (`comm.threshold`), and DDP closes a
-bucket with the gradient that fills it."""
 
 
 def fully_shard(

@@ -24,6 +24,7 @@ from fp8booster.colossal.tensor import compress_groups, convert_sharded_to_fp8, 
 from fp8booster.colossal.zero.gradient_order import keep_one_order
 from fp8booster.colossal.zero.late_weights import make_parameters_plain, wait_before_forward
 from fp8booster.colossal.zero.optimizer import FP8ZeroOptimizer, zero_part_of
+from fp8booster.comm.ddp import BUCKET_MB
 from fp8booster.config import FP8Config
 from fp8booster.plugins.fp8_plugin import Engine, FP8Plugin, zero_engine
 
@@ -39,7 +40,7 @@ class HybridParallelPlugin(FP8Plugin, plugin.HybridParallelPlugin):
 
     native = plugin.HybridParallelPlugin
     # against 12 and 25: inside a node, messages under 64 MiB are faster uncompressed (`comm.threshold`)
-    fp8_defaults: ClassVar = {"zero_bucket_size_in_m": 64, "ddp_bucket_cap_mb": 64}
+    fp8_defaults: ClassVar = {"zero_bucket_size_in_m": 64, "ddp_bucket_cap_mb": BUCKET_MB}
 
     zero_optimizer: ClassVar[type[FP8ZeroOptimizer]] = FP8HybridParallelZeroOptimizer
     """The class of ZeRO's optimizer where gradients and weights are sent in FP8."""

@@ -9,7 +9,7 @@ from colossalai.booster import plugin
 from colossalai.interface import ModelWrapper, OptimizerWrapper
 
 from fp8booster.comm import DDPState, ddp_hook
-from fp8booster.nn.distributed import BUCKET_MB
+from fp8booster.comm.ddp import BUCKET_MB
 from fp8booster.plugins.fp8_plugin import Engine, FP8Plugin
 
 

@@ -24,6 +24,7 @@ from fp8booster import FP8Config, FP8Linear, convert_to_fp8, fuse, quantize
 from fp8booster.hf import FP8Callback, prepare
 from fp8booster.hf.sharding import name_units
 from fp8booster.nn.fused import fused_summary, use_fused_loss, use_native_loss
+from fp8booster.nn.graphs.capture import captured_layers
 from fp8booster.optim import AdamW
 from tests.colossal.models import tiny_llama, token_batch
 from tests.hf.ways import ALWAYS, TRAINED, arguments
@@ -212,6 +213,13 @@ def test_what_accelerate_wraps_stays_around_either_loss() -> None:
     assert seen == [torch.bfloat16]  # autocast is on
     model.lm_head._forward_hooks.clear()
     assert accelerator.unwrap_model(model, keep_fp32_wrapper=False)(**batch).logits is None
+
+
+def test_layers_that_are_not_fused_are_captured_as_the_configuration_says() -> None:
+    model = prepare(tiny_llama(), replace(ALWAYS, fused=False, cuda_graphs=True))
+    assert captured_layers(model).total() == len(model.model.layers)
+    prepare(model, replace(ALWAYS, fused=False, cuda_graphs=False))
+    assert not captured_layers(model)
 
 
 def test_each_trainer_of_a_model_has_the_loss_that_it_asks_for(tmp_path: Path) -> None:
