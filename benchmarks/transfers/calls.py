@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 
 from fp8booster import comm
-from fp8booster.cli.doctor.calls import COLLECTIVES, ENCODED, PLAIN, Bench, Call, newest
+from fp8booster.cli.doctor.calls import COLLECTIVES, ENCODED, PLAIN, Bench, Call
+from fp8booster.comm.transport import one_tensor
 
 KEPT = "FP8, not decoded"
 
@@ -17,7 +18,7 @@ def gather_without_decoding(bench: Bench, count: int) -> Call:
     layout = bench.encoding.layout(values.numel())
     own = torch.empty(layout.bytes, dtype=torch.uint8, device=bench.device)
     gathered = torch.empty(bench.ranks * layout.bytes, dtype=torch.uint8, device=bench.device)
-    gather = newest(dist, "all_gather_single", "all_gather_into_tensor")
+    gather = one_tensor("all_gather")
 
     def call() -> torch.Tensor:
         bench.encoding.encode(values, own, layout)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -90,8 +91,16 @@ def reduce_flat_fsdp(model: nn.Module, *, encoding: Encoding = DEFAULT, min_byte
         )
 
 
-class _FP8Comm:
-    """Settings, and buffers from the caching allocator, of FSDP2's collectives.
+class Buffers:
+    """Buffers of FSDP2's collectives, from the caching allocator."""
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Make memory for what is sent or received."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _FP8Comm(Buffers):
+    """Settings of FSDP2's collectives.
 
     Args:
         how: the settings.
@@ -99,10 +108,6 @@ class _FP8Comm:
 
     def __init__(self, how: Options) -> None:
         self._how = how
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Make memory for the plain values."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
 
 class FP8AllGather(_FP8Comm, AllGather):
@@ -145,12 +150,17 @@ def compress_fsdp(
     Raises:
         ValueError: `fully_shard` was called on no module of `model`.
     """
-    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    if not sharded:
+    units = fsdp_units(model)
+    if not units:
         raise ValueError("no module of the model is sharded; call torch.distributed.fsdp.fully_shard on it first")
     how: Options = {"encoding": encoding, "min_bytes": min_bytes}
-    for module in sharded:
+    for unit in units:
         if gather:
-            module.set_custom_all_gather(FP8AllGather(how))
+            unit.set_custom_all_gather(FP8AllGather(how))
         if reduce:
-            module.set_custom_reduce_scatter(FP8ReduceScatter(how))
+            unit.set_custom_reduce_scatter(FP8ReduceScatter(how))
+
+
+def fsdp_units(model: nn.Module) -> list[Any]:
+    """Return the modules of a model that FSDP2's `fully_shard` was called on."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]

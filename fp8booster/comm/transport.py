@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,9 +53,14 @@ _SUFFIXES = ("single", "single") if hasattr(dist, "all_gather_single") else ("in
 _NAMES = {name: f"{name}_{suffix}" for name, suffix in zip(("all_gather", "reduce_scatter"), _SUFFIXES, strict=True)}
 
 
-def one_tensor(collective: str) -> Callable[..., Work | None]:
-    """Return `all_gather` or `reduce_scatter` of one tensor, by the name that torch 2.13 gives it or that of before."""
-    return getattr(dist, _NAMES[collective])  # at each call, for it may be wrapped to count it
+def one_tensor(collective: str, module: ModuleType = dist) -> Callable[..., Any]:
+    """Return `all_gather` or `reduce_scatter` of one tensor, by the name that torch 2.13 gives it or that of before.
+
+    Args:
+        collective: the name without its end.
+        module: `torch.distributed`, or `fp8booster.comm`, which has both names.
+    """
+    return getattr(module, _NAMES[collective])  # at each call, for it may be wrapped to count it
 
 
 def add_and_scatter(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from fp8booster.comm import Encoding
 from fp8booster.comm.ddp import at_forward
+from fp8booster.comm.fsdp import fsdp_units
 from fp8booster.nn.distributed import follow_fsdp2
 from fp8booster.nn.linear.frozen import FrozenLayer
 
@@ -74,7 +74,7 @@ class _AtForward:
 
     def __call__(self, _: nn.Module, __: object) -> None:
         # the root may be around it, as adapters that came later
-        if self.is_done or not any(isinstance(each, FSDPModule) for each in self.model.modules()):
+        if self.is_done or not fsdp_units(self.model):
             return
         self.is_done = True
         follow_fsdp2(self.model, self.messages)

@@ -19,14 +19,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fp8booster.comm.ddp import BUCKET_MB, DDPState, ddp_hook
 from fp8booster.comm.encoding import Encoding
-from fp8booster.comm.fsdp import compress_fsdp
+from fp8booster.comm.fsdp import compress_fsdp, fsdp_units
 from fp8booster.comm.threshold import use_links
 from fp8booster.config import FP8Config, config_or_default
 from fp8booster.nn.convert import convert_to_fp8
 from fp8booster.nn.fsdp.bookkeeping import MovingFSDPParam
 from fp8booster.nn.fsdp.earlier_optimizers import note_replaced
 from fp8booster.nn.fsdp.resharding import follow_units
-from fp8booster.nn.fsdp.units import fsdp_units, gather_in_fp8, params_of, why_not_gathered
+from fp8booster.nn.fsdp.units import gather_in_fp8, params_of, why_not_gathered
 from fp8booster.nn.fused import fuse_model
 from fp8booster.nn.fused.decoder import FusedDecoderLayer
 from fp8booster.nn.graphs import capture_as_configured

@@ -14,11 +14,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 
 from fp8booster import FP8Config, comm, convert_to_fp8, fully_shard, report
 from fp8booster.comm import Encoding
+from fp8booster.comm.fsdp import fsdp_units
 from fp8booster.config import WeightCopies
 from fp8booster.nn.convert import WHY_NOT_ROUTERS
 from fp8booster.nn.experts.fp8_experts import ExpertWeight, FP8Experts
 from fp8booster.nn.fsdp.bookkeeping import FP8FSDPParam
-from fp8booster.nn.fsdp.units import fsdp_units, holder_of, params_of
+from fp8booster.nn.fsdp.units import holder_of, params_of
 from fp8booster.nn.report import PASSED_OVER
 from fp8booster.nn.weights.engine import EngineWeight
 from fp8booster.nn.weights.holder import WeightHolder

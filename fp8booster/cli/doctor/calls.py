@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fp8booster.comm.encoding import DEFAULT, Encoding
+from fp8booster.comm.transport import one_tensor
 
 PLAIN = "BF16"
 ENCODED = "FP8"
@@ -68,7 +69,7 @@ def _all_reduce(module: ModuleType, bench: Bench, count: int, dtype: torch.dtype
 def _reduce_scatter(module: ModuleType, bench: Bench, count: int, dtype: torch.dtype) -> Call:
     values, options = bench.values(count, dtype), bench.options(module)
     output = torch.empty(count // bench.ranks, device=bench.device, dtype=dtype)
-    reduce = newest(module, "reduce_scatter_single", "reduce_scatter_tensor")
+    reduce = one_tensor("reduce_scatter", module)
 
     def call() -> torch.Tensor:
         reduce(output, values, bench.mean, **options)
@@ -80,7 +81,7 @@ def _reduce_scatter(module: ModuleType, bench: Bench, count: int, dtype: torch.d
 def _all_gather(module: ModuleType, bench: Bench, count: int, dtype: torch.dtype) -> Call:
     values, options = bench.values(count // bench.ranks, dtype), bench.options(module)
     output = torch.empty(count, device=bench.device, dtype=dtype)
-    gather = newest(module, "all_gather_single", "all_gather_into_tensor")
+    gather = one_tensor("all_gather", module)
 
     def call() -> torch.Tensor:
         gather(output, values, **options)
@@ -135,8 +136,3 @@ COLLECTIVES: dict[str, Callable[[ModuleType, Bench, int, torch.dtype], Call]] = 
     "send": _ring,
 }
 """By the name under which `fp8booster.comm.statistics` counts them; "send" is a ring of batched sends and receives."""
-
-
-def newest(module: ModuleType, name: str, older: str) -> Callable[..., object]:
-    """A function by its name since torch 2.13, or before."""
-    return getattr(module, name, None) or getattr(module, older)

@@ -24,6 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
+from fp8booster.comm.fsdp import Buffers, fsdp_units
 from fp8booster.comm.observer import observer
 from fp8booster.comm.transport import one_tensor
 from fp8booster.formats import FORMATS
@@ -369,7 +370,7 @@ def _format(layer: WeightHolder) -> torch.dtype:
     return layer.fp8_config.weight_format
 
 
-class UnitGather(AllGather):
+class UnitGather(Buffers, AllGather):
     """Gathers the parameters of a unit as they are given, and counts them.
 
     Args:
@@ -379,10 +380,6 @@ class UnitGather(AllGather):
 
     def __init__(self, unit: FP8Unit | None, reasons: Collection[str]) -> None:
         self._unit, self._reason = unit, ", ".join([NOT_FP8, *sorted(set(reasons))])
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Make memory for what is gathered."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -464,11 +461,6 @@ def gather_in_fp8(
 def holder_of(param: FSDPParam) -> WeightHolder | None:
     """Return the FP8 layer or experts that multiply by a parameter; None: it is not multiplied in FP8."""
     return weight_holders(param._module_info.module).get(param._module_info.param_name)
-
-
-def fsdp_units(model: nn.Module) -> list[Any]:
-    """Return the modules of a model that FSDP2's `fully_shard` was called on."""
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def params_of(unit: FSDPModule) -> list[FSDPParam]:

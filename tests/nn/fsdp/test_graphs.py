@@ -16,10 +16,11 @@ from torch.distributed.fsdp import fully_shard as shard_by_torch
 
 from fp8booster import FP8Config, convert_to_fp8, fully_shard, fuse
 from fp8booster.comm import Encoding
+from fp8booster.comm.fsdp import fsdp_units
 from fp8booster.nn.distributed import follow_fsdp2
 from fp8booster.nn.fsdp import units
 from fp8booster.nn.fsdp.bookkeeping import FP8FSDPParam
-from fp8booster.nn.fsdp.units import fsdp_units, params_of
+from fp8booster.nn.fsdp.units import params_of
 from fp8booster.nn.graphs import captured_layers, free_graphs, layer, recorder
 from fp8booster.nn.graphs.layer import WARM_UP
 from fp8booster.nn.graphs.pair import GraphPair
