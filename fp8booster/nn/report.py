@@ -28,7 +28,7 @@ from fp8booster.nn.convert import (
 from fp8booster.nn.experts.fp8_experts import FP8Experts
 from fp8booster.nn.experts.grouped import GroupedExperts, grouped_experts
 from fp8booster.nn.experts.loads import loads_of
-from fp8booster.nn.experts.parallel import spread_of
+from fp8booster.nn.experts.spread import spread_of
 from fp8booster.nn.fused.attention import kernels
 from fp8booster.nn.fused.attention_form import head_size, heads_of_a_key, value_size
 from fp8booster.nn.fused.decoder import FusedDecoderLayer, changed_parts

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fp8booster import FP8Config, comm, fully_shard, report
-from fp8booster.nn.experts.parallel import spread_of
+from fp8booster.nn.experts.spread import spread_of
 from fp8booster.optim import AdamW
 from tests.distributed import ranks
 from tests.nn.experts.families import batch_of, tiny_mixture

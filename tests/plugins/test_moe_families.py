@@ -11,7 +11,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from fp8booster import FP8Config, report
-from fp8booster.nn.experts.parallel import spread_of
+from fp8booster.nn.experts.spread import spread_of
 from tests.colossal.hybrid.runs import HybridRun, start
 from tests.distributed import ranks, shared_folder
 from tests.nn.experts.families import FAMILIES, batch_of, tiny_mixture

@@ -306,7 +306,7 @@ def moe_gathers_states_of_all_experts(call: Callable[[], Any], given: dict[str, 
     """
     from colossalai.accelerator import get_accelerator
 
-    from fp8booster.nn.experts.parallel import spread_of
+    from fp8booster.nn.experts.spread import spread_of
 
     parameter, spread = given["param"], spread_of(given["param"])
     is_stacked = spread is not None and parameter.shape != given["original_shape"]
@@ -409,7 +409,7 @@ def moe_writes_each_weight_once(upstream: Callable, model: nn.Module, *args: Any
     from colossalai.checkpoint_io.utils import gather_distributed_param
     from colossalai.tensor.d_tensor.api import is_customized_distributed_tensor
 
-    from fp8booster.nn.experts.parallel import spread_of
+    from fp8booster.nn.experts.spread import spread_of
 
     spreads = [spread for parameter in model.parameters() if (spread := spread_of(parameter)) is not None]
     if all(spread.first == 0 for spread in spreads):

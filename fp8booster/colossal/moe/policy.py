@@ -16,7 +16,8 @@ from colossalai.tensor.moe_tensor.api import set_moe_tensor_ep_group
 from torch import nn
 
 from fp8booster.colossal.moe.adapters import refuse_adapters_of_all
-from fp8booster.nn.experts.parallel import SpreadExperts, blocks_to_spread, spread_experts, spread_of
+from fp8booster.nn.experts.parallel import SpreadExperts, blocks_to_spread, spread_experts
+from fp8booster.nn.experts.spread import spread_of
 
 
 class MixturePolicy(Policy):

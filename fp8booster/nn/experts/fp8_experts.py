@@ -26,7 +26,7 @@ from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.experts.loads import note_choice
 from fp8booster.nn.experts.own_code import why_own_code
 from fp8booster.nn.experts.row_layout import RowLayout
-from fp8booster.nn.experts.spread import EXCHANGED, Spread
+from fp8booster.nn.experts.spread import EXCHANGED, Spread, sent_over
 from fp8booster.nn.experts.stack import NOT_BF16, StackedParameter, pays, run_stacks, why_not_bf16, why_not_stacked
 from fp8booster.nn.fused.activations import fused_kind
 from fp8booster.nn.fused.pointwise import Saving, activate
@@ -99,6 +99,9 @@ class FP8Experts(FP8Module):
     fp8_casts: dict[str, Casts]
     """By name of a parameter, what casts the operands of its products in training."""
 
+    fp8_spread: Spread | None = None
+    """The ranks over which the experts are spread (`parallel.SpreadExperts`); None: this one holds all of them."""
+
     is_transposed: bool
     has_bias: bool
 
@@ -152,20 +155,9 @@ class FP8Experts(FP8Module):
     @property
     def why_eager(self) -> str | None:
         """The reason why no graph can hold them, as where a call was not in FP8; None: one can."""
-        if self._sends:
+        if sent_over(self) is not None:
             return EXCHANGED
         return COUNTED if self._fp8_reasons else None
-
-    @property
-    def breaks_itself(self) -> bool:
-        """Tell whether its code breaks graphs (`graphs.eager`): it does where tokens are sent to other ranks."""
-        return self._sends
-
-    @property
-    def _sends(self) -> bool:
-        """Tell whether the module is called with tokens of experts that lie on other ranks."""
-        spread: Spread | None = vars(self).get("fp8_spread")
-        return spread is not None and spread.sends
 
     def fp8_notes(self) -> str:
         """Return what the report says besides the precision."""
@@ -181,7 +173,7 @@ class FP8Experts(FP8Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return [T, H], of tokens [T, H] with their experts and these' weights, [T, k], as the module computes it."""
-        if self._sends:  # what sends tokens to other ranks' experts calls `run`
+        if sent_over(self) is not None:  # what sends tokens to other ranks' experts calls `run`
             return super().forward(*args, **kwargs)
         mixture = FP8Experts._mixture
         if torch.compiler.is_compiling():  # the host reads how many rows an expert gets

@@ -28,7 +28,7 @@ from fp8booster.nn.experts.grouped import GroupedExperts
 from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.experts.loads import note_choice
 from fp8booster.nn.experts.routing import Routes, count_rows, spread, weighted_sum
-from fp8booster.nn.experts.spread import EXCHANGED, Rows, Run, Spread
+from fp8booster.nn.experts.spread import EXCHANGED, Rows, Run, Spread, sent_over, spread_of
 from fp8booster.nn.fused.trials import computes, numbers, on_numbers
 from fp8booster.nn.graphs.breaks import call_eagerly, run_eagerly
 from fp8booster.nn.linear.layer import FP8Layer
@@ -60,13 +60,7 @@ class Mixture(nn.Module):
     @property
     def why_eager(self) -> str:
         """The reason why no graph can hold the experts."""
-        return LOOKED_AT if self._sent_over is None else EXCHANGED
-
-    @property
-    def _sent_over(self) -> Spread | None:
-        """Return the ranks to which tokens are sent; None: this one holds all experts."""
-        spread = self.fp8_spread
-        return spread if spread is not None and spread.sends else None
+        return LOOKED_AT if sent_over(self) is None else EXCHANGED
 
     def mix(
         self, tokens: Tensor, chosen: Tensor, weights: Tensor, beside: Callable[[], Tensor] | None = None
@@ -82,7 +76,7 @@ class Mixture(nn.Module):
         Returns:
             [T, H] of the tokens' dtype.
         """
-        over, compiling = self._sent_over, torch.compiler.is_compiling()
+        over, compiling = sent_over(self), torch.compiler.is_compiling()
         if over is not None and not compiling:
             return over.mix(tokens, chosen, weights, self, beside)
         mix = self._mixed_here if over is None else partial(over.mix, experts=self)
@@ -146,14 +140,14 @@ class Mixture(nn.Module):
             reason = "the code of the block's class was replaced"
         if not called_so:
             reason = "the block is called otherwise than its class was tried"
-        if self._sent_over is not None and reason is not None:
+        if sent_over(self) is not None and reason is not None:
             raise ValueError(
                 f"the experts of {type(self).__name__} are spread over ranks, of which its own code knows nothing, and "
                 f"{reason}; use ep_size=1"
             )
         if reason is not None and self.fp8_grouped_experts is not None:
             self.fp8_grouped_experts.note(reason)
-        return reason is not None or (self._sent_over is None and torch.compiler.is_compiling())
+        return reason is not None or (sent_over(self) is None and torch.compiler.is_compiling())
 
     def _experts_now(self) -> GroupedExperts | None:
         """Return the experts that the block holds, of which some may have been replaced or wrapped since."""
@@ -321,7 +315,7 @@ def mixin_of(block: nn.Module) -> type[Mixture] | None:
 
 def own_experts(block: nn.Module) -> list[nn.Module]:
     """Return the experts of a block with a list of them that are this rank's: all, unless they are spread."""
-    held, spread = list(cast(nn.ModuleList, block._modules["experts"])), vars(block).get("fp8_spread")
+    held, spread = list(cast(nn.ModuleList, block._modules["experts"])), spread_of(block)
     return held if spread is None else spread.own(held)
 
 

@@ -24,7 +24,7 @@ from fp8booster.nn.experts.fp8_rows import values_of
 from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.experts.loads import note_choice
 from fp8booster.nn.experts.mixture import mixin_of
-from fp8booster.nn.experts.spread import EXCHANGED, Rows, Run, Spread
+from fp8booster.nn.experts.spread import EXCHANGED, Rows, Run, Spread, mark_spread
 from fp8booster.nn.graphs.eager import COUNTED
 from fp8booster.nn.modules import change_class, mixed_class
 from fp8booster.nn.weights.casting import Casts
@@ -159,16 +159,3 @@ def _spread_list(block: Any, group: dist.ProcessGroup) -> Spread:
     change_class(block, mixed_class(cast(type, mixin_of(block)), type(block)))
     vars(block).update(fp8_spread=spread, fp8_grouped_experts=None)
     return spread
-
-
-_SPREAD = "fp8_spread"
-
-
-def mark_spread(parameter: torch.Tensor, spread: Spread) -> None:
-    """Let a parameter of this rank's experts tell the ranks of all of them."""
-    setattr(parameter, _SPREAD, spread)
-
-
-def spread_of(held: Any) -> Spread | None:
-    """Return the ranks over which a block's experts are spread, or a parameter's; None: they are not."""
-    return getattr(held, _SPREAD, None)

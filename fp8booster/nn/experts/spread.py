@@ -316,6 +316,26 @@ class Spread:
         return run(rows, loads.by_sender, 1 / self.ranks)
 
 
+_SPREAD = "fp8_spread"
+"""Attribute of modules that hold experts which are spread, and of these experts' parameters."""
+
+
+def mark_spread(parameter: torch.Tensor, spread: Spread) -> None:
+    """Let a parameter of this rank's experts tell the ranks of all of them."""
+    setattr(parameter, _SPREAD, spread)
+
+
+def spread_of(held: Any) -> Spread | None:
+    """Return the ranks over which a block's experts are spread, or a parameter's; None: they are not."""
+    return getattr(held, _SPREAD, None)
+
+
+def sent_over(block: Any) -> Spread | None:
+    """Return the ranks to which a block's tokens are sent; None: this one holds all experts."""
+    spread = spread_of(block)
+    return spread if spread is not None and spread.sends else None
+
+
 def _on_the_way_back(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor without a gradient as one with a gradient that nobody reads: backward exchanges rows for it.
 

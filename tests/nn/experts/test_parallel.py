@@ -14,8 +14,8 @@ from fp8booster import FP8Config, comm, convert_to_fp8, report
 from fp8booster.comm import Encoding
 from fp8booster.monitor.traffic import count_traffic
 from fp8booster.nn.experts.host_copy import HostCopy
-from fp8booster.nn.experts.parallel import blocks_to_spread, spread_experts, spread_of
-from fp8booster.nn.experts.spread import Spread
+from fp8booster.nn.experts.parallel import blocks_to_spread, spread_experts
+from fp8booster.nn.experts.spread import Spread, spread_of
 from fp8booster.nn.modules import held_by_modules
 from tests.colossal.models import tiny_llama
 from tests.distributed import ranks
