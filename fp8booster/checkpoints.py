@@ -130,6 +130,24 @@ def what_is_broken(folder: Path) -> str | None:
     return f"{folder} is broken: {first_of(wrong, shown=3)}" if wrong else None
 
 
+SHARDING = "sharding"
+"""Key of the metadata of a rank's file: how masters are divided."""
+
+ZERO_ALONE = "ZeRO"
+"""Its value where each rank has a flat shard of each parameter."""
+
+
+def rank_file(folder: Path, rank: int, ranks: int) -> Path:
+    """Return the file that a rank writes by itself, as of its master weights."""
+    return folder / f"rank-{rank:05d}-of-{ranks:05d}.safetensors"
+
+
+def rank_files(folder: Path) -> tuple[list[Path], int]:
+    """Return the files in a folder that ranks wrote, in their order, and by the first one's name how many wrote."""
+    files = sorted(folder.glob("rank-*-of-*.safetensors"))
+    return files, int(files[0].stem.rpartition("-")[2]) if files else 0
+
+
 def _fault(path: Path, size: int, digest: str) -> str | None:
     if not path.is_file():
         return "is missing"

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from fp8booster.checkpoints import SHARDING, ZERO_ALONE, rank_files
 from fp8booster.reading import COPY_AGAIN, faults_named, first_line, first_of, read_index, require_file
 from fp8booster.serving.formats import SCALES
 from fp8booster.training.adapters import ADAPTER_FILE
@@ -209,9 +210,8 @@ class Masters:
     """
 
     def __init__(self, folder: Path | None) -> None:
-        files = [] if folder is None else sorted(folder.glob("rank-*-of-*.safetensors"))
+        files, expected = ([], 0) if folder is None else rank_files(folder)
         # a folder copied in part would give weights that are too short
-        expected = int(files[0].stem.rpartition("-")[2]) if files else 0
         if len(files) != expected:
             raise ValueError(f"{folder} holds {len(files)} of {expected} files of master weights; copy the checkpoint.")
         self._files = []
@@ -219,7 +219,7 @@ class Masters:
             require_file(file, COPY_AGAIN)
             with faults_named(file):
                 self._files.append(safe_open(file, framework="pt"))
-        if any((file.metadata() or {}).get("sharding", "ZeRO") != "ZeRO" for file in self._files):
+        if any((file.metadata() or {}).get(SHARDING, ZERO_ALONE) != ZERO_ALONE for file in self._files):
             self._files = []
         self._names = set(self._files[0].keys()) if self._files else set()
 

@@ -23,6 +23,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from fp8booster.checkpoints import SHARDING, ZERO_ALONE, rank_file, rank_files
 from fp8booster.colossal.zero.optimizer import FP8ZeroOptimizer
 from fp8booster.optim import AdamW
 from fp8booster.optim.states_8bit import MOMENTS, State, as_tensor
@@ -124,10 +125,10 @@ def _as_tensor(value: torch.Tensor | int) -> torch.Tensor:
 
 def _save(optimizer: OptimizerWrapper, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     rank, ranks = _place(optimizer)
-    metadata = {_SHARDING: _sharding(optimizer), _WRITER: f"{rank} of {ranks}"}
+    metadata = {SHARDING: _sharding(optimizer), _WRITER: f"{rank} of {ranks}"}
     # safetensors refuses views that are not contiguous
     on_host = {name: value.cpu().contiguous() for name, value in tensors.items()}
-    save_file(on_host, _file(folder, rank, ranks), metadata=metadata)
+    save_file(on_host, rank_file(folder, rank, ranks), metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -149,9 +150,8 @@ class _Written:
     def by_all(cls, folder: Path, optimizer: OptimizerWrapper, what: str) -> _Written:
         """Find the files in a folder. Errors as `load_master_weights`."""
         rank, ranks = _place(optimizer)
-        files = sorted(folder.glob("rank-*-of-*.safetensors"))
-        by = int(files[0].stem.rpartition("-")[2]) if files else 0
-        if not files or files != [_file(folder, writer, by) for writer in range(by)]:
+        files, by = rank_files(folder)
+        if not files or files != [rank_file(folder, writer, by) for writer in range(by)]:
             raise FileNotFoundError(f"{folder} holds {len(files)} of {by} files of {what}; copy the whole checkpoint.")
         metadata = []
         for file in files:
@@ -159,8 +159,8 @@ class _Written:
                 metadata.append(shards.metadata() or {})
                 if file is files[rank if by == ranks else 0]:
                     names = set(shards.keys())
-        sharding = metadata[0].get(_SHARDING, _ZERO_ALONE)
-        if sharding != _sharding(optimizer) or (by != ranks and sharding != _ZERO_ALONE):
+        sharding = metadata[0].get(SHARDING, ZERO_ALONE)
+        if sharding != _sharding(optimizer) or (by != ranks and sharding != ZERO_ALONE):
             raise ValueError(
                 f"the {what} in {folder} were written by {by} ranks with {sharding}, and this run has {ranks} with "
                 f"{_sharding(optimizer)}; resume with the same, or from the model and the optimizer's states alone"
@@ -210,10 +210,6 @@ class _Written:
         return padded.chunk(self.ranks)[self.rank]
 
 
-def _file(folder: Path, rank: int, ranks: int) -> Path:
-    return folder / f"rank-{rank:05d}-of-{ranks:05d}.safetensors"
-
-
 def _pairs(model: nn.Module, optimizer: OptimizerWrapper) -> Iterator[tuple[str, nn.Parameter, torch.Tensor]]:
     masters = optimizer.get_working_to_master_map()
     for name, parameter in model.named_parameters():
@@ -221,13 +217,8 @@ def _pairs(model: nn.Module, optimizer: OptimizerWrapper) -> Iterator[tuple[str,
             yield name, parameter, masters[id(parameter)]
 
 
-_SHARDING = "sharding"
-"""Key of a file's metadata: how masters are divided."""
-
 _WRITER = "rank"
 """Key of the rank that wrote it, as "0 of 2"."""
-
-_ZERO_ALONE = "ZeRO"
 
 
 def _sharding(optimizer: OptimizerWrapper) -> str:
@@ -239,13 +230,13 @@ def _sharding(optimizer: OptimizerWrapper) -> str:
         if (group := getattr(optimizer, f"{name}_pg", None)) is not None
     }
     if zero and all(size == 1 for size in sizes.values()):
-        return _ZERO_ALONE
+        return ZERO_ALONE
     return ", ".join([f"{name}_size={size}" for name, size in sizes.items()] + ["ZeRO" if zero else "zero_stage=0"])
 
 
 def _place(optimizer: OptimizerWrapper) -> tuple[int, int]:
     """Return this rank and the number of ranks that write: under ZeRO alone those of the one group that shards."""
-    if _sharding(optimizer) != _ZERO_ALONE:
+    if _sharding(optimizer) != ZERO_ALONE:
         return dist.get_rank(), dist.get_world_size()
     (group,) = optimizer.pg_to_param_list
     return get_nd_rank(group), get_nd_world_size(group)
