@@ -86,12 +86,7 @@ class FP8FlatParamHandle(FlatParamHandle):
 
 
 def compress_flat_fsdp(
-    model: nn.Module,
-    *,
-    gather: bool = True,
-    reduce: bool = True,
-    encoding: Encoding = DEFAULT,
-    min_bytes: int | None = None,
+    model: nn.Module, *, gather: bool = True, reduce: bool = True, encoding: Encoding = DEFAULT
 ) -> None:
     """Let a model that FSDP1 wrapped compute and communicate in FP8; before its first forward.
 
@@ -103,13 +98,13 @@ def compress_flat_fsdp(
         model: converted to FP8 layers, and wrapped in FullyShardedDataParallel.
         gather: send the weights of FP8 layers in FP8.
         reduce: send gradients in FP8.
-        encoding, min_bytes: of the gradients, as for the collectives.
+        encoding: of the gradients, as for the collectives.
 
     Raises:
         ValueError: no module is wrapped.
     """
     if reduce:
-        reduce_flat_fsdp(model, encoding=encoding, min_bytes=min_bytes)
+        reduce_flat_fsdp(model, encoding=encoding)
     units = FullyShardedDataParallel.fsdp_modules(model)
     handles = {unit: unit._handle for unit in units if unit._handle is not None}
     unit_of = {

@@ -588,7 +588,7 @@ def weigh_all(_: nn.Module, given: Given, __: pytest.MonkeyPatch) -> Given:
 
 def compute_on_a_gpu(experts: nn.Module, given: Given, patch: pytest.MonkeyPatch) -> Given:
     patch.setattr(speed_model, "_looked_up", lambda _: speed_model.MEASURED[9, 0])
-    experts.fp8_config = FP8Config()
+    FP8Experts.convert_in_place(experts, FP8Config())
     return given
 
 
