@@ -17,12 +17,12 @@ from fp8booster.formats import E4M3
 from fp8booster.nn.adapters import changes_base, is_adapted, merged_weight
 from fp8booster.reading import COPY_AGAIN, faults_named, first_line, first_of, read_record, require_file
 from fp8booster.serving.formats import CheckpointFormat, granularity_of, require_stored
-from fp8booster.serving.layout import layout_of_config, skeleton
+from fp8booster.serving.layout import layout_of_config
 from fp8booster.serving.shards import Masters
 from fp8booster.serving.source import Source, half_of, require_granularity, require_of_one_layer, require_shapes
 from fp8booster.serving.stored import StoredModel
 from fp8booster.training.adapters import ADAPTER_CONFIG, ADAPTER_FILE
-from fp8booster.training.models import causal_lm
+from fp8booster.training.models import causal_lm, model_of_config
 
 _BESIDE = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 """Ends of files that are copied with a model: of its tokenizer, generation_config.json."""
@@ -155,7 +155,7 @@ class Merged(Folder):
                 "merge_and_unload."
             )
         super().__init__(Path(model), config, in_fp8=in_fp8)
-        adapted = _adapters_of(folder, skeleton(self._stored.config))
+        adapted = _adapters_of(folder, model_of_config(self._stored.config))
         stored = self.layout.names.of
         layers = {f"{name}.weight": module for name, module in adapted.named_modules() if is_adapted(module)}
         self._adapters = {stored[name][0] if name in stored else name: module for name, module in layers.items()}

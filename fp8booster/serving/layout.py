@@ -9,7 +9,6 @@ scales that training has.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +25,7 @@ from fp8booster.nn.fused.merged_layers import merged_layers
 from fp8booster.nn.linear.frozen import HELD, FrozenLayer
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import count_readers
-from fp8booster.training.models import attention_of, building, causal_lm
+from fp8booster.training.models import model_of_config
 
 
 class StoredNames:
@@ -128,20 +127,6 @@ class Layout:
         return tuple(dict.fromkeys([*self.kept, *map(self.names.module_of, self.kept)]))
 
 
-def skeleton(config: Any, allocation: AbstractContextManager[Any] | None = None, **options: Any) -> Any:
-    """Return the causal language model that transformers builds from a config, without memory.
-
-    Args:
-        allocation: where tensors are made; None: all on "meta".
-        options: of transformers' constructor.
-    """
-    kind, attention = causal_lm(config), attention_of(config)
-    with building(config), allocation or torch.device("meta"):
-        model = kind._from_config(config, attn_implementation=attention, **options)
-    model.tie_weights()
-    return model
-
-
 def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the tensors of a model's state dict by name, as they are: a rank's part, or none in 16 bits.
 
@@ -176,7 +161,7 @@ def layout_of_config(config: Any, fp8_config: FP8Config | None) -> Layout:
     Raises:
         ValueError: no layer would be in FP8, or experts cannot be exported.
     """
-    model = skeleton(config)
+    model: Any = model_of_config(config)
     if fp8_config is None:
         return layout_of(model, in_fp8=False)
     convert_to_fp8(model, fp8_config)

@@ -22,8 +22,9 @@ from fp8booster.nn.quantize import freeze
 from fp8booster.nn.sharing import share_inputs
 from fp8booster.scaling import RealTime
 from fp8booster.serving.formats import granularity_of, require_finite
-from fp8booster.serving.layout import StoredNames, names_of_each, skeleton
+from fp8booster.serving.layout import StoredNames, names_of_each
 from fp8booster.serving.stored import StoredModel, as_loaded, is_in_fp8
+from fp8booster.training.models import model_of_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -105,7 +106,7 @@ def load_frozen(
         ValueError: tensors are missing or damaged, or in a form that products cannot read.
     """
     stored = StoredModel(Path(folder), config)
-    model = skeleton(stored.config, _MatricesOnMeta(), torch_dtype=dtype)
+    model = model_of_config(stored.config, _MatricesOnMeta(), torch_dtype=dtype)
     names = StoredNames(model)
     stored.rename({in_files: name for name, in_files in names.renamed.items()})
     shards, scale_of = stored.shards, stored.scale_of
@@ -172,7 +173,7 @@ def random_frozen(
     With None in place of `fp8_config` it has the values before their casts, all in `dtype`.
     """
     width = getattr(config, "initializer_range", 0.02)
-    model: Any = skeleton(config, _MatricesOnMeta(), torch_dtype=dtype)
+    model: Any = model_of_config(config, _MatricesOnMeta(), torch_dtype=dtype)
     if fp8_config is not None:
         freeze(model, fp8_config)
 

@@ -19,9 +19,9 @@ from torch import nn
 from fp8booster.formats import FORMATS
 from fp8booster.reading import first_line, first_of, read_record
 from fp8booster.serving.formats import UNUSED_SCALES, block_of, decode, require_finite
-from fp8booster.serving.layout import names_of_each, skeleton
+from fp8booster.serving.layout import names_of_each
 from fp8booster.serving.shards import Shards
-from fp8booster.training.models import attention_of, causal_lm
+from fp8booster.training.models import attention_of, causal_lm, model_of_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -98,7 +98,7 @@ class StoredModel:
         forget_quantization(self.config)
         self.shards = Shards(folder)
         self.rename({})
-        model = skeleton(self.config)
+        model = model_of_config(self.config)
         self._drop_tied(model)
         self._require_whole(model)
 

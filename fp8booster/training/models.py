@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -178,27 +178,34 @@ def build(
     Its weights are random and follow torch's seed for that kind of device, so equal seeds give equal weights on all
     ranks; on "meta" it has none.
     """
-    from transformers import AutoModelForCausalLM
-
     # made where it stays: a copy on the host would not fit for the largest
-    with device:
-        model = AutoModelForCausalLM.from_config(
-            config, torch_dtype=dtype, attn_implementation=attention_of(config), trust_remote_code=False
-        )
-    return prepared(model, checkpointing)
+    return prepared(model_of_config(config, device, torch_dtype=dtype), checkpointing)
 
 
-@contextmanager
-def building(config: PretrainedConfig) -> Iterator[None]:
-    """Raise ValueError in the place of whatever a model's code raises over a config that nobody checked."""
+def model_of_config(
+    config: PretrainedConfig, place: AbstractContextManager[Any] | None = None, **options: Any
+) -> PreTrainedModel:
+    """Return the causal language model that transformers builds from a config.
+
+    Args:
+        place: where tensors are made; None: all on "meta", without memory.
+        options: of transformers' constructor.
+
+    Raises:
+        ValueError: there is none, or its code raises over a config that nobody checked.
+    """
+    kind, attention = causal_lm(config), attention_of(config)
     try:
-        yield
+        with place or torch.device("meta"):
+            model = kind._from_config(config, attn_implementation=attention, **options)
     except Exception as error:
         where = Path(config.name_or_path) / "config.json" if config.name_or_path else "the config"
         raise ValueError(
             f"transformers builds no model from {where} ({type(error).__name__}: {first_line(error)}); correct the "
             "config."
         ) from None
+    model.tie_weights()
+    return model
 
 
 def causal_lm(config: PretrainedConfig) -> Any:

@@ -13,12 +13,11 @@ import torch
 from fp8booster.checkpoints import newest_checkpoint
 from fp8booster.config import FP8Config
 from fp8booster.reading import read_record
-from fp8booster.serving.layout import skeleton
 from fp8booster.serving.read import load_frozen, load_model, random_frozen
 from fp8booster.serving.shards import weights_of
 from fp8booster.serving.stored import StoredModel, forget_quantization, is_in_fp8
 from fp8booster.training.adapters import ADAPTER_FILE
-from fp8booster.training.models import MODELS, SIZES, build, prepared
+from fp8booster.training.models import MODELS, SIZES, build, model_of_config, prepared
 from fp8booster.training.parallel import Parallel
 
 if TYPE_CHECKING:
@@ -229,7 +228,7 @@ def require_buildable(folder: str) -> None:
     if has_weights(folder):
         StoredModel(Path(folder), config)  # builds it too
     else:
-        skeleton(config)
+        model_of_config(config)
 
 
 def _is_encoder(config: PretrainedConfig) -> bool:
