@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,9 +20,6 @@ class _LastChoice:
 
     def __reduce__(self) -> tuple:
         return _LastChoice, ()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _LastChoice:
-        return _LastChoice()
 
 
 _LAST = "_fp8_last_choice"

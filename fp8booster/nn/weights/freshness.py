@@ -144,13 +144,12 @@ for _name in filter(_WRITING.match, dir(dist.ProcessGroup)):
     setattr(dist.ProcessGroup, _name, _seen(getattr(dist.ProcessGroup, _name)))
 
 
-def weight_state(weight: torch.Tensor) -> tuple:
-    """Return what changes when a copy of the weight is no longer fresh, while its memory is watched."""
-    return weight_states([weight])[0]
-
-
 def weight_states(weights: Sequence[torch.Tensor]) -> list[tuple]:
-    """Return the `weight_state` of each of some weights of one device."""
+    """Return for each weight what changes when a copy of it is no longer fresh, while its memory is watched.
+
+    Args:
+        weights: of one device.
+    """
     # another stream casts anew rather than read a copy that this one may not have finished
     stream = current_stream(weights[0]) if weights and weights[0].is_cuda else None
     count = _Changes.count + Steps.backwards

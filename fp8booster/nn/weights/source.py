@@ -156,10 +156,6 @@ class WeightSource:
         """Give the weights values in 16 bits, and let them keep these: somebody reads them without their layers."""
         self.restore_values()
 
-    def __deepcopy__(self, memo: dict) -> WeightSource:
-        kind, arguments = self.__reduce__()
-        return kind(*arguments)
-
     def __reduce__(self) -> tuple:
         return type(self), (self.is_transposed,)
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fp8booster import FP8Config, FP8Linear, convert_to_fp8, fp8_linear, fuse
 from fp8booster.nn.fused.pointwise import row_norm
 from fp8booster.nn.weights.delivered import deliver_amax, delivered_amax
-from fp8booster.nn.weights.freshness import _Changes, weight_state
+from fp8booster.nn.weights.freshness import _Changes, weight_states
 from tests.distributed import ranks
 from tests.nn.fused.models import batch, build
 from tests.nn.reference import exact_linear, signal_to_noise
@@ -156,12 +156,12 @@ def test_gradients_that_ranks_reduce_leave_weights_fresh() -> None:
     x = torch.randn(16, 64)
     wrapped(x).sum().backward()
     torch.optim.SGD(model.parameters()).step()  # until the first, each backward counts as one
-    before = [weight_state(layer.weight) for layer in model]
+    before = weight_states([layer.weight for layer in model])
     for _ in range(2):
         wrapped(x).sum().backward()
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)
-    assert [weight_state(layer.weight) for layer in model] == before
+    assert weight_states([layer.weight for layer in model]) == before
 
 
 @ranks(2)

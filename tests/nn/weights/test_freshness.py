@@ -102,9 +102,9 @@ def test_replays_do_not_count_where_no_step_was_captured(graphs) -> None:
     layer, x = FP8Linear(48, 32, bias=False), torch.randn(16, 48)
     step(layer)
     layer(x)
-    before = freshness.weight_state(layer.weight)
+    before = freshness.weight_states([layer.weight])
     graphs(FP8Linear(48, 32)).replay()
-    assert freshness.weight_state(layer.weight) == before
+    assert freshness.weight_states([layer.weight]) == before
 
 
 def test_another_thread_may_cast_weights_while_a_step_frees_copies(monkeypatch) -> None:
@@ -166,7 +166,7 @@ def test_a_copy_of_a_weight_on_a_gpu_is_of_the_stream_that_made_it(monkeypatch) 
     states = []
     for stream in (7, 7, 77):
         monkeypatch.setattr(freshness, "current_stream", lambda tensor, stream=stream: stream)
-        states.append(freshness.weight_state(weight))
+        states.append(freshness.weight_states([weight]))
     assert states[0] == states[1] != states[2]
 
 
@@ -188,11 +188,11 @@ def test_a_copy_is_of_its_weights_in_their_order_by_its_key() -> None:
 def test_a_step_of_anyone_changes_the_state_of_all_weights_and_ends_the_watch() -> None:
     """Also of one whose copy another thread was about to hold."""
     weight = torch.randn(4, 4)
-    before = freshness.weight_state(weight)
+    before = freshness.weight_states([weight])
     assert freshness._Changes.watched
     stepped(weight, None)
     assert not freshness._Changes.watched  # what lies there later is another's
-    assert freshness.weight_state(weight) != before
+    assert freshness.weight_states([weight]) != before
 
 
 def test_a_change_that_is_noted_makes_every_copy_of_a_weight_stale() -> None:
