@@ -17,6 +17,7 @@ from fp8booster.nn.graphs.reached import Reached
 from fp8booster.nn.graphs.recorder import Recorder
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import HOOKS, is_looked_at, waiting_hooks
+from fp8booster.nn.weights.holder import FP8Module
 
 
 class Held:
@@ -124,9 +125,9 @@ class Held:
         for module in self.modules:
             if vars(module).get("use_zbv"):  # Python takes it from backward, and a replay runs none
                 return "a pipeline without bubbles computes gradients of weights later"
-            if isinstance(module, FP8Layer) and not module.fp8_config.scaling.is_captured:
+            if isinstance(module, FP8Module) and not module.fp8_config.scaling.is_captured:
                 return f"{module.fp8_config.scaling.name} scales, of which a graph cannot tell when a step begins"
-            if module is not layer and _is_compiled(module) and any(isinstance(e, FP8Layer) for e in module.modules()):
+            if module is not layer and _is_compiled(module) and any(isinstance(e, FP8Module) for e in module.modules()):
                 # compiled code casts weights by itself, and has what it finds in a capture for good
                 return "a module inside is compiled; compile the whole layer or nothing of it"
             if module is not layer and is_looked_at(module):  # the layer's own hooks run around its forward

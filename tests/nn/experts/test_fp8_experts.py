@@ -19,6 +19,7 @@ from fp8booster.nn.experts import grouped_linear, stack
 from fp8booster.nn.experts.fp8_experts import FP8Experts
 from fp8booster.nn.experts.row_layout import RowLayout
 from fp8booster.nn.graphs.eager import COUNTED
+from fp8booster.nn.graphs.held import Held
 from fp8booster.nn.linear import speed_model
 from tests.kernels.grouped_stand_in import scaled_grouped_mm, stand_in
 from tests.nn.fsdp.resharding import follow_resharding
@@ -660,3 +661,10 @@ def test_the_report_counts_weights_in_fp8() -> None:
         ("0.gate_up_proj", (EXPERTS, 2 * FEATURES, HIDDEN), ("FP8", "FP8", "FP8")),
         ("0.down_proj", (EXPERTS, HIDDEN, FEATURES), ("FP8", "FP8", "FP8")),
     ]
+
+
+def test_experts_whose_scales_no_graph_holds_are_not_captured() -> None:
+    """As linear layers: else the capture would fail, and no layer of the model be captured after it."""
+    experts = made(config=FP8Config(scaling="delayed", emulate=True))
+    held = Held(nn.Sequential(experts), lambda _: None)
+    assert held.why_not == "delayed scales, of which a graph cannot tell when a step begins"
