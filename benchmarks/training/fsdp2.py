@@ -21,7 +21,9 @@ _DEVIATION = 0.02  # of the initial weights, as Hugging Face's default
 
 
 def ours(job: Job, device: torch.device) -> BuiltEngine:
-    """FP32 masters, converted, fused and sharded by `fp8booster.fully_shard` alone.
+    """FP32 weights, converted, fused and sharded by `fp8booster.fully_shard` alone.
+
+    In BF16 for an optimizer that keeps masters of BF16 weights itself.
 
     Args:
         job: what to train; its plugin and parallel sizes are not used.
@@ -29,7 +31,7 @@ def ours(job: Job, device: torch.device) -> BuiltEngine:
     """
     import fp8booster
 
-    model = _on_meta(job)
+    model = _on_meta(job, torch.float32 if job.optimizer == "adamw" else torch.bfloat16)
     fp8booster.fully_shard(model, fp8_config(job.fp8_options))
     _fill(model, job, device)
     return _built(job, model, make_optimizer(job.optimizer, model.parameters(), lr=job.lr))
@@ -47,7 +49,7 @@ def fsdp2(
         mode: of torch.compile; None is its default.
         float8: torchao's "tensorwise", with weights gathered in FP8, or "rowwise".
     """
-    model = _on_meta(job)
+    model = _on_meta(job, torch.float32)
     if float8 is not None:
         _to_float8(model, float8)
     layers = model.model.layers
@@ -63,9 +65,9 @@ def fsdp2(
     return _built(job, model, optimizer, _compute_scales if float8 == "tensorwise" else None)
 
 
-def _on_meta(job: Job) -> nn.Module:
+def _on_meta(job: Job, dtype: torch.dtype) -> nn.Module:
     config = job.architecture.config(job.sequence)
-    return build(config, dtype=torch.float32, device=torch.device("meta"), checkpointing=job.recomputed)
+    return build(config, dtype=dtype, device=torch.device("meta"), checkpointing=job.recomputed)
 
 
 def _built(
@@ -120,5 +122,5 @@ def _fill(model: nn.Module, job: Job, device: torch.device) -> None:
                 parameter.fill_(1.0)
             else:
                 parameter.normal_(0, _DEVIATION)
-    rotary = model.model.rotary_emb  # its buffers are computed, not drawn
-    model.model.rotary_emb = type(rotary)(config=model.config, device=device)
+    with device:  # no parameters: computed, not drawn
+        model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)
