@@ -21,7 +21,7 @@ from fp8booster.kernels.activation import RowWeights
 from fp8booster.kernels.device import require_fp8
 from fp8booster.kernels.expert_rows import owners_of
 from fp8booster.nn.experts.dispatch import scale_gradient
-from fp8booster.nn.experts.fp8_rows import FP8Rows, shown_as
+from fp8booster.nn.experts.fp8_rows import FP8Rows, read_of
 from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.experts.loads import note_choice
 from fp8booster.nn.experts.own_code import why_own_code
@@ -198,7 +198,7 @@ class FP8Experts(FP8Module):
 
     def run(self, rows: torch.Tensor | FP8Rows, counts: HostCopy, factor: float) -> torch.Tensor:
         """Compute the experts of this rank, where they are spread over ranks: a `spread.Run`."""
-        if not self.runs_on(shown_as(rows), len(rows)):
+        if not self.runs_on(read_of(rows), len(rows)):
             return self._as_written("run", rows, counts, factor)
         layout = RowLayout.of_senders(counts.on_device, len(rows))
         owners = owners_of(counts.on_device, len(rows)).unsqueeze(1) if self.has_bias else None

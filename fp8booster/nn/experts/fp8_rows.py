@@ -3,13 +3,14 @@
     tokens [T, H] -- cast --> [T, C] FP8 -- k rows of each --> [T k, B] bytes -- sent --> [R, B] bytes --> first product
 
 A row has the bytes that its token's cast has, behind them the scales of the row where it has its own. No copy of a row
-in 16 bits is made, or kept for backward, unless what runs the experts asks for it.
+in 16 bits is made, or kept for backward, unless what runs the experts asks for it. Autograd sees no rows: what reads
+them is a function of the tokens, sends the gradient of the rows back, and computes that of its weights meanwhile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,7 +20,9 @@ from fp8booster.nn.weights.delivered import deliver_amax
 from fp8booster.scaling import INPUT
 from fp8booster.tensor import QuantizedMatrix
 
-Back = Callable[[torch.Tensor], torch.Tensor]
+SendBack = Callable[[torch.Tensor], Callable[[], torch.Tensor]]
+"""Sends the gradient of rows back, [R, H], and gives what waits for the gradient of the tokens that they were made of.
+All ranks send at once, and wait at once."""
 
 
 def why_not_before_sending(casts: Casts) -> str | None:
@@ -36,40 +39,45 @@ def why_not_before_sending(casts: Casts) -> str | None:
 
 @dataclass(frozen=True, eq=False)
 class FP8Rows:
-    """Rows [R, H] that exist in FP8 alone."""
+    """Rows [R, H] that exist in FP8 alone, to be read once."""
 
-    handle: torch.Tensor
-    """[R, H], through whose shape one NaN shows: it receives the gradient of the rows' values."""
+    tokens: torch.Tensor
+    """[T, H], of this rank, which get the gradients of the rows that were sent for them."""
 
+    send_back: SendBack
     matrix: QuantizedMatrix
     """[R, C], of one row at least, C columns of which H count."""
+
+    count: int
+    """R."""
+
+    dtype: torch.dtype
+    """Of their values, and of the gradient that goes back."""
 
     amax: torch.Tensor | None
     """Float32 [], by which all values are scaled; None: rows have scales of their own."""
 
     def __len__(self) -> int:
-        return len(self.handle)
+        return self.count
 
     def to(self, dtype: torch.dtype) -> FP8Rows:
         """Return rows whose gradient comes in another dtype."""
-        if dtype is self.handle.dtype:
+        if dtype is self.dtype:
             return self
-        # backward shall not hold the rows
-        shape, before = self.handle.shape, self.handle.dtype
-        handle = linear_map(
-            self.handle, lambda handle: nothing_of(handle, dtype).expand(shape), lambda gradient: gradient.to(before)
-        )
-        return FP8Rows(handle, self.matrix, self.amax)
+        before, send_back = self.dtype, self.send_back  # backward shall not hold the rows
+        return replace(self, dtype=dtype, send_back=lambda gradient: send_back(gradient.to(before)))
 
     def values(self) -> torch.Tensor:
         """Return the values, [R, H], differentiable."""
-        dtype, shape = self.handle.dtype, self.handle.shape
-        return linear_map(self.handle, lambda _: self.matrix.dequantize(*shape).to(dtype), lambda gradient: gradient)
+        shape, dtype, send_back = (self.count, self.tokens.shape[1]), self.dtype, self.send_back
+        return linear_map(
+            self.tokens, lambda _: self.matrix.dequantize(*shape).to(dtype), lambda gradient: send_back(gradient)()
+        )
 
 
-def shown_as(rows: torch.Tensor | FP8Rows) -> torch.Tensor:
-    """Return a tensor that has the shape, dtype and device of rows, and their gradient."""
-    return rows.handle if isinstance(rows, FP8Rows) else rows
+def read_of(rows: torch.Tensor | FP8Rows) -> torch.Tensor:
+    """Return the tensor that autograd sees when rows are read."""
+    return rows.tokens if isinstance(rows, FP8Rows) else rows
 
 
 def values_of(rows: torch.Tensor | FP8Rows) -> torch.Tensor:
@@ -83,32 +91,18 @@ def with_amax(values: torch.Tensor, rows: torch.Tensor | FP8Rows) -> torch.Tenso
 
 
 def received_rows(
-    tokens: torch.Tensor,
-    rows: torch.Tensor,
-    cast: QuantizedMatrix,
-    nothing: torch.Tensor,
-    amax: torch.Tensor | None,
-    back: Back,
+    tokens: torch.Tensor, rows: torch.Tensor, cast: QuantizedMatrix, amax: torch.Tensor | None, send_back: SendBack
 ) -> FP8Rows:
-    """Return rows as they came, differentiable.
+    """Return rows as they came.
 
     Args:
-        tokens: [T, H], of this rank, which get the gradients of the rows that were sent for them.
+        tokens, amax, send_back: as in `FP8Rows`.
         rows: [R, B], of what `packed` made.
         cast: this rank's cast of its tokens; all ranks' are alike.
-        nothing: `nothing_of` the tokens.
-        amax: as in `FP8Rows`.
-        back: from the gradient of the rows, [R, H], to that of the tokens.
     """
-    shape = torch.Size((len(rows), tokens.shape[1]))
-    handle = linear_map(tokens, lambda _: nothing.expand(shape), back)
     # kernels read no empty matrix: without a row that came, one of no meaning
-    return FP8Rows(handle, _unpacked(rows if len(rows) else rows.new_empty(1, rows.shape[1]), cast), amax)
-
-
-def nothing_of(tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return one NaN, [1, 1], to be shown through the shape of rows that are made of tokens."""
-    return tokens.new_full((1, 1), torch.nan, dtype=dtype)
+    matrix = _unpacked(rows if len(rows) else rows.new_empty(1, rows.shape[1]), cast)
+    return FP8Rows(tokens, send_back, matrix, len(rows), tokens.dtype, amax)
 
 
 def packed(cast: QuantizedMatrix) -> torch.Tensor:

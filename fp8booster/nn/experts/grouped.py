@@ -22,7 +22,7 @@ from fp8booster.kernels.activation import RowWeights
 from fp8booster.kernels.device import require_fp8
 from fp8booster.kernels.grouped_product import why_no_grouped_product
 from fp8booster.nn.experts.alike import WHOLE_IN_LAYERS, AlikeExperts, Look, Stack
-from fp8booster.nn.experts.fp8_rows import FP8Rows, shown_as
+from fp8booster.nn.experts.fp8_rows import FP8Rows, read_of
 from fp8booster.nn.experts.gated import gate_up_down
 from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.experts.row_layout import RowLayout
@@ -155,7 +155,7 @@ class GroupedExperts:
         Args:
             tokens, counts, weight_gradient_factors: as in `run_experts`.
         """
-        looked = self._look(shown_as(tokens))
+        looked = self._look(read_of(tokens))
         return self._by_senders(looked, None, tokens, counts, weight_gradient_factors)
 
     def prepared(self, tokens: torch.Tensor, rows: int) -> Grouped:
@@ -225,7 +225,7 @@ class GroupedExperts:
         """Return what computes the experts on rows of tokens; transient weights must be whole."""
         look, provided, filled, _ = looked
         config = look.down.layers[0].fp8_config
-        require_fp8(shown_as(tokens).device, config.emulate)
+        require_fp8(read_of(tokens).device, config.emulate)
         self._follow(config)
         casts = self.fp8_casts
         if not self.experts[0].training:
@@ -254,7 +254,7 @@ class GroupedExperts:
     ) -> torch.Tensor:
         def compute() -> torch.Tensor:
             up, down, saving = layers or self._layers(looked, tokens)
-            up.factors = down.factors = _joined(weight_gradient_factors, shown_as(tokens).device)
+            up.factors = down.factors = _joined(weight_gradient_factors, read_of(tokens).device)
             of_rows = None if weights is None else RowWeights(weights.contiguous(), layout.choices)
             activation = partial(activate, gated=True, saving=saving, weights=of_rows)
             return run_stacks(tokens.to(torch.bfloat16), layout, up, activation, down, layout)

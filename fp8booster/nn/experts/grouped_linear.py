@@ -23,7 +23,7 @@ for all experts.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +33,7 @@ from fp8booster.formats import E4M3
 from fp8booster.kernels.grouped_product import Groups, grouped_product, summed_product
 from fp8booster.kernels.token_rows import gather_rows, sum_rows
 from fp8booster.kernels.transpose import transposed
-from fp8booster.nn.experts.fp8_rows import FP8Rows
+from fp8booster.nn.experts.fp8_rows import FP8Rows, SendBack
 from fp8booster.nn.experts.row_layout import RowLayout
 from fp8booster.nn.linear.functional import applied_directly, once_differentiable
 from fp8booster.nn.weights.casting import Casts
@@ -108,6 +108,9 @@ class Products(NamedTuple):
     sums: RowLayout | None = None
     """Results are summed over the rows of each token; None: they stay rows."""
 
+    send_back: SendBack | None = None
+    """Sends the gradient of the input to where it came from; None: it came from nowhere else."""
+
     @property
     def filled_rows(self) -> int:
         """How many rows are not padding, as far as is known here."""
@@ -133,7 +136,7 @@ def grouped_linear(
     """
     for_weight = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
     if isinstance(input, FP8Rows):
-        x, input = input.matrix, input.handle
+        how, x, input = how._replace(send_back=input.send_back), input.matrix, input.tokens
     elif how.reads is None:
         x = how.casts.quantize(INPUT, input, transposed=for_weight)
     else:
@@ -197,6 +200,7 @@ class _GroupedLinear(torch.autograd.Function):
             data, transpose = _laid_out(dy.data, how.sums, **layouts)
             dy = dy._replace(data=data, transpose=transpose)
         dx: torch.Tensor | None = None
+        arrives: Callable[[], torch.Tensor] | None = None
         dw: Sequence[torch.Tensor | None] = (None,) * ctx.count
         if for_input:
             if how.backward_weight is not None:
@@ -210,6 +214,8 @@ class _GroupedLinear(torch.autograd.Function):
             dx = _dgrad(dy, transposes, w_inverse_scales, groups, options)
             if how.reads is not None:
                 dx = sum_rows(dx, how.reads.places)
+            if how.send_back is not None:
+                arrives, dx = how.send_back(dx), None  # on its way while the weights' gradients are computed
         if for_weight:
             if how.reads is not None:
                 _, x8 = _laid_out(x8, how.reads, plain=False, transposed=True)
@@ -221,7 +227,7 @@ class _GroupedLinear(torch.autograd.Function):
             options = _options(config, "wgrad", UNEVEN * how.filled_rows // len(groups.ends))
             whole = summed_product(rows, columns, scale_of_rows, scale, groups, factor=factor, **options)
             dw = whole.view(ctx.count, *ctx.shape).unbind(0)  # in one call, for there may be hundreds
-        return dx, *(None,) * 3, *dw
+        return dx if arrives is None else arrives(), *(None,) * 3, *dw
 
 
 _apply = applied_directly(_GroupedLinear)

@@ -24,7 +24,7 @@ from fp8booster.comm.rows import send_rows
 from fp8booster.kernels.cast import partial_amaxes
 from fp8booster.kernels.expert_rows import count_choices
 from fp8booster.nn.experts.dispatch import Wire
-from fp8booster.nn.experts.fp8_rows import FP8Rows, nothing_of, packed, received_rows, why_not_before_sending
+from fp8booster.nn.experts.fp8_rows import FP8Rows, packed, received_rows, why_not_before_sending
 from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.experts.routing import Routes, spread, spread_bytes, sum_of_rows
 from fp8booster.nn.graphs.breaks import is_captured, run_eagerly
@@ -116,9 +116,6 @@ class _Cast(NamedTuple):
     matrix: QuantizedMatrix
     rows: torch.Tensor
     """[T k, B], bytes of rows as they are sent."""
-
-    nothing: torch.Tensor
-    """`fp8_rows.nothing_of` the tokens, which takes a launch."""
 
     amax: torch.Tensor | None
     """Float32 [], by which all values are scaled; None: rows have scales of their own."""
@@ -304,11 +301,11 @@ class Spread:
         payload = len(cast.rows) * tokens.shape[1] * tokens.element_size()
         rows = send_rows(cast.rows, *sizes, self.group, form=casts.scaling, payload=payload)
 
-        def back(gradient: torch.Tensor) -> torch.Tensor:
-            message = wire.send(wire.encode(gradient), sizes.received, sizes.sent)
-            return sum_of_rows(wire.decode(message), routes)
+        def send_back(gradient: torch.Tensor) -> Callable[[], torch.Tensor]:
+            arrives = wire.start(wire.encode(gradient), sizes.received, sizes.sent)
+            return lambda: sum_of_rows(wire.decode(arrives()), routes)
 
-        return received_rows(tokens, rows, cast.matrix, cast.nothing, cast.amax, back)
+        return received_rows(tokens, rows, cast.matrix, cast.amax, send_back)
 
     def _at_experts(self, rows: Rows, loads: _Loads, run: Run) -> torch.Tensor:
         """Return what this rank's experts make of rows, [R, H]."""
@@ -366,4 +363,4 @@ def _cast(tokens: torch.Tensor, casts: Casts, told: torch.Tensor, routes: Routes
     # kernels are not launched over nothing
     filled = tokens if len(tokens) else tokens.new_zeros(1, tokens.shape[1])
     matrix = casts.quantize(INPUT, filled, amax=amax)
-    return _Cast(matrix, spread_bytes(packed(matrix), routes), nothing_of(tokens, tokens.dtype), amax)
+    return _Cast(matrix, spread_bytes(packed(matrix), routes), amax)

@@ -20,7 +20,7 @@ from fp8booster.kernels.alignment import ALIGNMENT
 from fp8booster.kernels.grouped_product import Groups
 from fp8booster.kernels.transpose import transposed
 from fp8booster.nn.experts.alike import Stack
-from fp8booster.nn.experts.fp8_rows import FP8Rows, shown_as
+from fp8booster.nn.experts.fp8_rows import FP8Rows, read_of
 from fp8booster.nn.experts.grouped_linear import GroupedWeight, Products, cast_experts, grouped_linear, under_one_scale
 from fp8booster.nn.experts.row_layout import RowLayout
 from fp8booster.nn.linear.speed_model import computes_in_fp8
@@ -310,7 +310,7 @@ class StackedParameter:
         """As `WeightStack.product`."""
         # one scale for all experts: a product has one for each expert's block, and an engine casts a parameter whole
         weight, source, casts = self._weight, self._source, self._casts
-        w = under_one_scale(source.for_call(weight, casts, shown_as(x)), source.is_transposed)
+        w = under_one_scale(source.for_call(weight, casts, read_of(x)), source.is_transposed)
         how = Products(
             groups, casts, self._factor, backward_weight=source.backward([weight], casts), reads=reads, sums=sums
         )

@@ -13,11 +13,13 @@ import torch.distributed as dist
 from fp8booster import FP8Config, comm, convert_to_fp8
 from fp8booster.comm import Encoding
 from fp8booster.comm.encoding import DEFAULT
+from fp8booster.kernels.grouped_product import summed_product
 from fp8booster.nn.experts import grouped_linear
-from fp8booster.nn.experts.fp8_rows import FP8Rows, nothing_of, packed, received_rows, with_amax
+from fp8booster.nn.experts.fp8_rows import FP8Rows, packed, received_rows, with_amax
 from fp8booster.nn.experts.grouped import GroupedExperts
 from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.experts.parallel import blocks_to_spread, spread_experts
+from fp8booster.nn.experts.row_layout import RowLayout
 from fp8booster.nn.experts.spread import AS_CAST, IN_16_BITS, Spread
 from fp8booster.nn.experts.stack import StackedLayers
 from fp8booster.nn.held_casts import held_casts
@@ -353,7 +355,7 @@ def test_rows_keep_their_scales_on_the_way(granularity: str, features: int) -> N
     cast = scaling.cast(INPUT, tokens, torch.float8_e4m3fn)
     order = torch.randperm(37)
     message = packed(cast).view(torch.uint8)[order].view(torch.float8_e4m3fn)
-    rows = received_rows(tokens, message, cast, nothing_of(tokens, tokens.dtype), None, lambda gradient: gradient)
+    rows = received_rows(tokens, message, cast, None, lambda gradient: lambda: gradient)
     assert torch.equal(rows.values(), cast.dequantize(37, features).bfloat16()[order])
 
 
@@ -366,7 +368,8 @@ def test_values_are_cast_to_the_bytes_that_they_came_from(power_of_two: bool) ->
     for amax in torch.logspace(-20, 20, 61):
         inverse_scale = scaling.cast(INPUT, torch.ones(1, 1), torch.float8_e4m3fn, amax=amax).inverse_scale
         matrix = QuantizedMatrix(codes, codes.new_empty(0), inverse_scale, None)
-        rows = FP8Rows(torch.empty(15, 16, dtype=torch.bfloat16), matrix, amax)
+        tokens = torch.empty(15, 16, dtype=torch.bfloat16)
+        rows = FP8Rows(tokens, lambda gradient: lambda: gradient, matrix, 15, tokens.dtype, amax)
         values = with_amax(rows.values(), rows)
         found = Casts(FP8Config(scaling=scaling)).quantize(INPUT, values)
         assert torch.equal(found.data[:15].float(), codes.float())
@@ -375,13 +378,35 @@ def test_values_are_cast_to_the_bytes_that_they_came_from(power_of_two: bool) ->
 def test_a_gradient_comes_in_the_dtype_of_the_tokens() -> None:
     tokens = torch.randn(3, 16, requires_grad=True)
     cast = RealTime().cast(INPUT, tokens.detach(), torch.float8_e4m3fn)
-    arrived = received_rows(
-        tokens, packed(cast)[:3], cast, nothing_of(tokens, tokens.dtype), None, lambda gradient: 2 * gradient
-    )
+    arrived = received_rows(tokens, packed(cast)[:3], cast, None, lambda gradient: lambda: 2 * gradient)
     rows, held = arrived.to(torch.bfloat16), weakref.ref(arrived)
-    assert rows.handle.dtype is torch.bfloat16
-    assert rows.handle.isnan().all()
-    del arrived
+    values = rows.values()
+    assert values.dtype is torch.bfloat16
+    del arrived, rows
     assert held() is None  # where no product's backward reads the values, their memory is free
-    rows.handle.backward(torch.ones(3, 16).bfloat16())
+    values.backward(torch.ones(3, 16).bfloat16())
     assert torch.equal(tokens.grad, torch.full((3, 16), 2.0))
+
+
+def test_gradients_of_weights_are_computed_while_that_of_tokens_is_on_its_way() -> None:
+    seen = []
+
+    def send_back(gradient: torch.Tensor) -> Any:
+        seen.append("sent")
+        return lambda: seen.append("arrived") or gradient
+
+    tokens = torch.randn(32, HIDDEN).bfloat16().requires_grad_()
+    weights = [torch.randn(48, HIDDEN).bfloat16().requires_grad_() for _ in range(2)]
+    casts = Casts(config_of())
+    cast = casts.quantize(INPUT, tokens.detach())
+    rows = received_rows(tokens, packed(cast), cast, None, send_back)
+    layout = RowLayout.of_senders(torch.tensor([[20, 12]]), 32)
+    how = grouped_linear.Products(layout.groups, casts, reads=layout, sums=layout)
+    stacked = grouped_linear.cast_experts([weight.detach() for weight in weights], casts)
+    made = grouped_linear.grouped_linear(rows, weights, stacked, how)
+    with mock.patch.object(
+        grouped_linear, "summed_product", side_effect=lambda *a, **k: seen.append("weights") or summed_product(*a, **k)
+    ):
+        made.sum().backward()
+    assert seen == ["sent", "weights", "arrived"]
+    assert tokens.grad is not None
