@@ -22,7 +22,7 @@ PARALLEL = {"gemini": ("tp",), "hybrid": ("tp", "pp", "sp"), "moe": ("tp", "pp",
 ZERO_STAGES = {"low_level_zero": (2, 1), "hybrid": (1, 0, 2), "moe": (1, 0)}
 """The stages that a plugin takes, its default first."""
 
-WITH_MASTERS = ("low_level_zero", "hybrid")
+WITH_MASTERS = ("low_level_zero", "hybrid", "moe")
 """The plugins whose optimizers keep masters that each rank saves by itself, and whose moments it can."""
 
 MODES_OF_TENSOR_RANKS = ("split_gather", "ring")

@@ -41,6 +41,7 @@ from .configurations import (
 )
 
 NEEDS_VALUES = {
+    "moe": "how many rows a rank's experts get follows from values; plan --plugin hybrid, which holds all experts",
     "gemini": "its chunks are not kept for tensors without values; docs/guide.md has its bytes for each parameter",
     "ring_attn": "it reads the lengths of sequences; plan --sp-mode all_to_all, which holds as many tokens",
 }

@@ -36,6 +36,7 @@ _OWN_FLAGS = {
     "tp_size": "--tp",
     "pp_size": "--pp",
     "sp_size": "--sp",
+    "ep_size": "--ep",
     "enable_sequence_parallelism": "--sp-mode",
     "sequence_parallelism_mode": "--sp-mode",
     "num_microbatches": "--micro-batches",

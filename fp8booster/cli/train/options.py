@@ -13,17 +13,13 @@ from typing import Any, get_args, get_origin, get_type_hints
 from fp8booster.levels import LEVELS, level
 from fp8booster.monitor.watchdog import ON_NONFINITE
 from fp8booster.reading import require_fields, require_known
-from fp8booster.training import parallel
 from fp8booster.training.batches import GlobalBatch
 from fp8booster.training.models import SIZES
 from fp8booster.training.optimizers import OPTIMIZERS
-from fp8booster.training.parallel import MODES_OF_OWN_RANKS, MODES_OF_TENSOR_RANKS, WITH_MASTERS, Parallel
+from fp8booster.training.parallel import MODES_OF_OWN_RANKS, MODES_OF_TENSOR_RANKS, PLUGINS, WITH_MASTERS, Parallel
 
 PRECISIONS = {"bf16": ("bf16",), "fp8": ("fp8",), "compare": ("bf16", "fp8")}
 """The runs, in order, of each value of `--precision`."""
-
-PLUGINS = tuple(name for name in parallel.PLUGINS if name != "moe")
-"""The plugins whose runs can be saved and resumed."""
 
 FUSED_IN_BF16 = ("low_level_zero", "ddp")
 """The plugins under which a model that is fused can train in BF16."""
@@ -139,16 +135,19 @@ class TrainOptions:
 
     plugin: str = _option(f"Colossal-AI plugin: {', '.join(PLUGINS)}", "low_level_zero")
     stage: int | None = _option(
-        "ZeRO stage: low_level_zero 1, 2, hybrid 0, 1, 2", shown="2; hybrid 1", flags=("--stage", "--zero")
+        "ZeRO stage: low_level_zero 1, 2, hybrid 0, 1, 2, moe 0, 1",
+        shown="2; hybrid, moe 1",
+        flags=("--stage", "--zero"),
     )
-    tp: int = _option("Tensor parallel ranks: gemini, hybrid", 1, rule=_PROCESSES)
-    pp: int = _option("Pipeline stages: hybrid", 1, rule=_PROCESSES)
+    tp: int = _option("Tensor parallel ranks: gemini, hybrid, moe", 1, rule=_PROCESSES)
+    pp: int = _option("Pipeline stages: hybrid, moe", 1, rule=_PROCESSES)
     sp: int = _option(f"Ranks of a sequence in --sp-mode {' and '.join(MODES_OF_OWN_RANKS)}", 1, rule=_PROCESSES)
     sp_mode: str | None = _option(
         f"Sequence parallelism: hybrid; {', '.join(MODES_OF_TENSOR_RANKS)} among --tp ranks, "
         f"{', '.join(MODES_OF_OWN_RANKS)} among --sp",
         shown="none",
     )
+    ep: int = _option("Ranks over which the experts of a mixture are spread: moe", 1, rule=_PROCESSES)
     plugin_options: tuple[str, ...] = _option(
         "key=value for the plugin's constructor, as pp_style=zbv (zero-bubble) or pp_style=interleaved with --pp",
         (),
@@ -188,7 +187,7 @@ class TrainOptions:
                     raise ValueError(
                         f"{flag} {shown} is of runs in FP8; give --precision fp8 or compare, or leave it out."
                     )
-        self.parallel.check(PLUGINS)
+        self.parallel.check()
         self._check_lora()
         if self.checkpointed_layers is not None and (self.pp > 1 or not self.checkpointing):
             raise ValueError(
@@ -252,6 +251,7 @@ class TrainOptions:
             pp=self.pp,
             sp=self.sp,
             sp_mode=self.sp_mode,
+            ep=self.ep,
             micro_batches=self.accumulate,
         )
 

@@ -229,9 +229,14 @@ def _sharding(optimizer: OptimizerWrapper) -> str:
         for name in ("tp", "pp")
         if (group := getattr(optimizer, f"{name}_pg", None)) is not None
     }
-    if zero and all(size == 1 for size in sizes.values()):
+    # experts that are spread over ranks have fewer copies than other weights, and so a group of their own
+    shards = [get_nd_world_size(group) for group in optimizer.pg_to_param_list] if zero else []
+    if len(shards) == 1 and all(size == 1 for size in sizes.values()):
         return ZERO_ALONE
-    return ", ".join([f"{name}_size={size}" for name, size in sizes.items()] + ["ZeRO" if zero else "zero_stage=0"])
+    of_zero = (
+        "zero_stage=0" if not zero else "ZeRO" if len(shards) == 1 else f"ZeRO over {' and '.join(map(str, shards))}"
+    )
+    return ", ".join([f"{name}_size={size}" for name, size in sizes.items()] + [of_zero])
 
 
 def _place(optimizer: OptimizerWrapper) -> tuple[int, int]:

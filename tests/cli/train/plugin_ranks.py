@@ -58,6 +58,13 @@ TIED_MODES: dict[str, dict[str, Any]] = {
 }
 """The same with a model whose head is its embeddings."""
 
+_EXPERTS = {"plugin": "moe", "ep": 2, "batch": 2}
+MIXTURE_MODES: dict[str, dict[str, Any]] = {
+    "moe": _EXPERTS,
+    "moe, codes": {**_EXPERTS, "optimizer": "adamw-8bit", "save_codes": True},
+}
+"""A mixture whose experts are spread over the ranks."""
+
 ADAPTED: dict[str, dict[str, Any]] = {
     f"{name}, LoRA": {**mode, "lora": 16, "lora_targets": "q_proj,down_proj"}
     for name, mode in {
@@ -103,8 +110,9 @@ def train_each(options: TrainOptions, tokens: TokenFile, short: TokenFile, folde
         modes[name] = {**mode, "model": f"{options.model}-deep"}
 
     modes |= ADAPTED | REMEMBERING | SHORT | {UNPACKED: {"batch": 2, "packing": True, "fp8_options": ("fused=false",)}}
-    for name, mode in TIED_MODES.items():
-        modes[name] = {**mode, "model": f"{options.model}-tied"}
+    for kind, of_kind in {"tied": TIED_MODES, "mixture": MIXTURE_MODES}.items():
+        for name, mode in of_kind.items():
+            modes[name] = {**mode, "model": f"{options.model}-{kind}"}
 
     def train(name: str, precision: str, resume: str | None = None) -> None:
         kind = "resumed" if resume else precision
@@ -129,7 +137,7 @@ def train_each(options: TrainOptions, tokens: TokenFile, short: TokenFile, folde
         gc.collect()
         dist.barrier()
 
-    for name in (*MODES, *DEEP_MODES, *TIED_MODES, *ADAPTED, *REMEMBERING, *SHORT):
+    for name in (*MODES, *DEEP_MODES, *TIED_MODES, *MIXTURE_MODES, *ADAPTED, *REMEMBERING, *SHORT):
         train(name, "fp8")
         train(name, "fp8", f"{folder}/{name}/fp8/fp8/checkpoints/step-{SAVED:08d}")
     for name in ("low_level_zero", "low_level_zero, packed", "low_level_zero, LoRA", DEEP, "ddp"):

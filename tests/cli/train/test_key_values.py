@@ -18,8 +18,9 @@ from fp8booster.cli.train.key_values import (
     inference_fp8_config,
     parse_pairs,
 )
-from fp8booster.cli.train.options import PLUGINS, TrainOptions
+from fp8booster.cli.train.options import TrainOptions
 from fp8booster.scaling import Delayed
+from fp8booster.training.parallel import PLUGINS
 from tests.colossal.models import tiny_llama
 
 

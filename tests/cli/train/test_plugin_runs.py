@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, MixtralConfig
 
 from fp8booster.cli.train.data import prepare_tokens
 from fp8booster.cli.train.defaults import resolve
@@ -22,6 +22,7 @@ from tests.cli.train.plugin_ranks import (
     ADAPTED,
     DEEP,
     DEEP_MODES,
+    MIXTURE_MODES,
     MODES,
     REMEMBERING,
     SAMPLED,
@@ -37,6 +38,17 @@ from tests.distributed import run_ranks
 
 VOCABULARY = 336
 """No multiple of 64, nor is its half."""
+
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+)
+"""What the mixture has as the others have."""
 
 LOSS_IN_BF16 = ("hybrid, SP", "hybrid, PP", *DEEP_MODES)
 """Where Colossal-AI computes the loss from 16-bit logits."""
@@ -62,6 +74,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
         network(layers).config.save_pretrained(folder / name)
     tied = tiny_llama(vocab_size=VOCABULARY, num_hidden_layers=2, tie_word_embeddings=True)
     tied.config.save_pretrained(folder / "model-tied")
+    mixture = MixtralConfig(**{name: getattr(tied.config, name) for name in SIZES}, num_local_experts=4)
+    mixture.save_pretrained(folder / "model-mixture")
     options = resolve(
         TrainOptions(
             model=str(folder / "model"),
@@ -110,7 +124,7 @@ def test_every_plugin_takes_the_same_steps(found, name) -> None:
     assert result["parameters"] == network(4 if deep else 2).num_parameters()
 
 
-@pytest.mark.parametrize("name", [*MODES, *DEEP_MODES, *TIED_MODES, *REMEMBERING, *SHORT])
+@pytest.mark.parametrize("name", [*MODES, *DEEP_MODES, *TIED_MODES, *MIXTURE_MODES, *REMEMBERING, *SHORT])
 def test_every_plugin_goes_on_from_its_checkpoint(found, name) -> None:
     whole, resumed = run_of(found, name, "fp8"), run_of(found, name, "resumed")
     assert column(resumed, "step") == [3, 4]
