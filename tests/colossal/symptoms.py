@@ -77,6 +77,17 @@ def _quantize_without_bitsandbytes() -> None:
         bnb.quantize_model(nn.Linear(4, 4), BnbQuantizationConfig(load_in_8bit=True))
 
 
+def _name_types_where_weights_are_lazy() -> None:
+    from colossalai.lazy import LazyInitContext
+
+    tensors, ids = (torch.LongTensor, torch.FloatTensor), torch.tensor([3])
+    with LazyInitContext():
+        # as annotations of a module that is imported here
+        assert (torch.LongTensor | None, str | torch.FloatTensor) == (tensors[0] | None, str | tensors[1])
+        assert torch.LongTensor(ids) is ids
+    assert (torch.LongTensor, torch.FloatTensor) == tensors
+
+
 def _ask_for_hccl() -> None:
     from colossalai.pipeline import p2p
 
@@ -301,6 +312,7 @@ def _load_shards_that_name_a_tied_weight_once() -> None:
 SYMPTOMS = {
     "streams_have_queues_of_their_own": Symptom(_look_at_connections, "share one queue"),
     "quantized_lora_names_bitsandbytes": Symptom(_quantize_without_bitsandbytes, "NameError"),
+    "lazy_constructors_are_types": Symptom(_name_types_where_weights_are_lazy, "unsupported operand type"),
     "hccl_is_unavailable": Symptom(_ask_for_hccl, "is_hccl_available"),
     "ranks_of_a_node_are_counted": Symptom(_count_ranks_of_a_node, "KeyError('LOCAL_WORLD_SIZE')"),
     "cpu_accelerator_is_complete": Symptom(_use_the_accelerator, "not supported for cpu accelerator"),

@@ -127,6 +127,31 @@ def quantized_lora_names_bitsandbytes(module: ModuleType, replacements: Replacem
         replacements.set_function(module, "quantize_model", _stand_in("bitsandbytes", "nn", "quantize=True"))
 
 
+class _Constructor:
+    """Takes the place of a class of tensors for who calls it, and is the class where types are joined by `|`."""
+
+    def __init__(self, call: Callable[..., Any], replaced: type) -> None:
+        self._call, self._replaced = call, replaced
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __or__(self, other: Any) -> Any:
+        return self._replaced | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self._replaced
+
+
+@wrap("lazy.construction:ConstructorManager.apply", "47", "transformers >= 5, whose models are imported when asked for")
+def lazy_constructors_are_types(upstream: Callable, overwrites: dict[str, tuple[Callable, Callable]]) -> None:
+    """Without it a model that is first named within LazyInitContext raises TypeError: unsupported operand type(s) for
+    |: 'function' and 'NoneType', from annotations such as `torch.LongTensor | None`.
+    """
+    classes = {name: (_Constructor(new, old), old) for name, (new, old) in overwrites.items() if isinstance(old, type)}
+    upstream(overwrites | classes)
+
+
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """The number of queues that a process gives its GPU work; CUDA reads it once, when it begins, and takes 8 without."""
 
