@@ -27,7 +27,15 @@ from fp8booster.nn.experts.loads import note_choice
 from fp8booster.nn.experts.own_code import why_own_code
 from fp8booster.nn.experts.row_layout import RowLayout
 from fp8booster.nn.experts.spread import EXCHANGED, Spread, sent_over
-from fp8booster.nn.experts.stack import NOT_BF16, StackedParameter, pays, run_stacks, why_not_bf16, why_not_stacked
+from fp8booster.nn.experts.stack import (
+    NOT_BF16,
+    WeightStack,
+    of_parameter,
+    pays,
+    run_stacks,
+    why_not_bf16,
+    why_not_stacked,
+)
 from fp8booster.nn.fused.activations import fused_kind
 from fp8booster.nn.fused.pointwise import Saving, activate
 from fp8booster.nn.fused.trials import gates_by_activation
@@ -342,9 +350,10 @@ class FP8Experts(FP8Module):
         """Return what the module has between the products."""
         return self._apply_gate if self._is_gated else self.act_fn
 
-    def _stack(self, name: str, factor: float) -> StackedParameter:
+    def _stack(self, name: str, factor: float) -> WeightStack:
         """Return the weights of one parameter; `factor` as in `on_rows`."""
-        return StackedParameter(getattr(self, name), self.fp8_weights[name], self._casts_now(name), factor)
+        weight, casts = getattr(self, name), self._casts_now(name)
+        return WeightStack([weight], casts, of_parameter(weight, self.fp8_weights[name], casts), factor)
 
     def _casts_now(self, name: str) -> Casts:
         """Return the casts of one parameter's products, in training or outside of it."""

@@ -28,7 +28,7 @@ from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.experts.row_layout import RowLayout
 from fp8booster.nn.experts.stack import (
     StackCopy,
-    StackedLayers,
+    WeightStack,
     pays,
     run_stacks,
     weights_of_call,
@@ -78,8 +78,8 @@ class _Looked(NamedTuple):
 class _Layers(NamedTuple):
     """Computes experts as one, for one call."""
 
-    up: StackedLayers
-    down: StackedLayers
+    up: WeightStack
+    down: WeightStack
     saving: Saving
     """Of gate and up, for backward."""
 
@@ -168,7 +168,7 @@ class GroupedExperts:
         looked, layers = self._look(tokens), None
         if looked is not None and not looked.look.is_transient and self._why_not(looked, rows) is None:
             layers = self._layers(looked, tokens)
-            layers.up.look_up()  # those of down, while the GPU multiplies by these
+            layers.up.look_up(tokens)  # those of down, while the GPU multiplies by these
         return partial(self._by_senders, looked, layers)
 
     def _by_senders(
@@ -232,12 +232,12 @@ class GroupedExperts:
             casts = {name: of_product.evaluation for name, of_product in casts.items()}
         count, ups = len(self.experts), len(look.up.layers)
 
-        def stacked(stack: Stack, casts: Casts, copy: StackCopy, part: slice) -> StackedLayers:
+        def stacked(stack: Stack, casts: Casts, copy: StackCopy, part: slice) -> WeightStack:
             if look.is_transient:
                 now = Stack.of(stack.layers)  # what is gathered for this call takes the parameters' place
-                return StackedLayers(now, casts, partial(weights_of_call, now, count, casts, provided))
+                return WeightStack(now.weights, casts, lambda _: weights_of_call(now, count, casts, provided))
             parts = None if filled is None else filled[part]
-            return StackedLayers(stack, casts, lambda: (copy.get(stack, count, casts, provided, parts), None))
+            return WeightStack(stack.weights, casts, lambda _: (copy.get(stack, count, casts, provided, parts), None))
 
         up = stacked(look.up, casts["gate_up"], self._gate_up, slice(ups))
         down = stacked(look.down, casts["down"], self._down, slice(ups, None))

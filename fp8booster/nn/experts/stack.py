@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter, is_
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 
@@ -38,27 +38,6 @@ EXPERTS_THAT_PAY = 8
 
 
 NOT_BF16 = "grouped products give BF16 alone"
-
-
-class WeightStack(Protocol):
-    """The weights of one layer of all experts."""
-
-    def product(
-        self,
-        x: torch.Tensor | FP8Rows,
-        groups: Groups,
-        *,
-        reads: RowLayout | None = None,
-        sums: RowLayout | None = None,
-    ) -> torch.Tensor:
-        """Return each expert's product on its rows, [M, N] BF16, differentiable.
-
-        Args:
-            x: [M, K] BF16.
-            groups: of the M rows.
-            reads: x are tokens, [T, K], which may be in FP8 alone, laid out so; None: rows.
-            sums: what is returned is summed over the rows of each token, [T, N]; None: rows.
-        """
 
 
 def run_stacks(
@@ -250,54 +229,46 @@ def _stacked(data: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([part.view(torch.uint8) for part in data]).view(data[0].dtype)
 
 
-class StackedLayers:
-    """The same layers of every expert, such as gate and up, whose weights are stacked by rows.
-
-    Args:
-        stack: by expert, as many layers of each.
-        casts: of the layers as one.
-        quantized: gives their FP8 weights, and what gives backward the transpose; None: these hold it.
-    """
-
-    factors: torch.Tensor | float = 1.0
-    """Multiply the gradients of the weights, and not those of x: a number or float32 [G]."""
-
-    def __init__(
-        self, stack: Stack, casts: Casts, quantized: Callable[[], tuple[GroupedWeight, BackwardWeight | None]]
-    ) -> None:
-        self._stack, self._casts, self._quantized = stack, casts, quantized
-
-    def look_up(self) -> None:
-        """Get the FP8 weights before they are multiplied."""
-        found = self._quantized()
-        self._quantized = lambda: found
-
-    def product(
-        self,
-        x: torch.Tensor | FP8Rows,
-        groups: Groups,
-        *,
-        reads: RowLayout | None = None,
-        sums: RowLayout | None = None,
-    ) -> torch.Tensor:
-        """As `WeightStack.product`."""
-        w, backward_weight = self._quantized()
-        how = Products(groups, self._casts, self.factors, backward_weight, reads=reads, sums=sums)
-        return grouped_linear(x, self._stack.weights, w, how)
+Quantized = Callable[[torch.Tensor], tuple[GroupedWeight, BackwardWeight | None]]
+"""Gives the FP8 weights of a product with an operand, and what gives backward the transpose; None: these hold it."""
 
 
-class StackedParameter:
-    """One parameter that holds a weight of each expert, under one scale.
+def of_parameter(weight: torch.Tensor, source: WeightSource, casts: Casts) -> Quantized:
+    """Return what gives the FP8 weights of a parameter that holds a weight of each expert, under one scale.
 
     Args:
         weight: [G, N, K], or [G, K, N] where the source's weights are transposed.
         source: gives its FP8 copy.
         casts: of the product.
-        factor: multiplies the gradient of the weight, and not that of x.
     """
 
-    def __init__(self, weight: torch.Tensor, source: WeightSource, casts: Casts, factor: float = 1.0) -> None:
-        self._weight, self._source, self._casts, self._factor = weight, source, casts, factor
+    def quantized(x: torch.Tensor) -> tuple[GroupedWeight, BackwardWeight | None]:
+        # one scale for all experts: a product has one for each expert's block, and an engine casts a parameter whole
+        w = under_one_scale(source.for_call(weight, casts, x), source.is_transposed)
+        return w, source.backward([weight], casts)
+
+    return quantized
+
+
+class WeightStack:
+    """The weights of one layer of all experts, such as gate and up.
+
+    Args:
+        weights: by expert, as many of each; or one parameter with all of them.
+        casts: of the product.
+        quantized: gives their FP8 copy.
+        factors: multiply the gradients of the weights, and not those of x: a number or float32 [G].
+    """
+
+    def __init__(
+        self, weights: Sequence[torch.Tensor], casts: Casts, quantized: Quantized, factors: torch.Tensor | float = 1.0
+    ) -> None:
+        self._weights, self._casts, self._quantized, self.factors = weights, casts, quantized, factors
+
+    def look_up(self, tokens: torch.Tensor) -> None:
+        """Get the FP8 weights before they are multiplied."""
+        found = self._quantized(tokens)
+        self._quantized = lambda _: found
 
     def product(
         self,
@@ -307,11 +278,14 @@ class StackedParameter:
         reads: RowLayout | None = None,
         sums: RowLayout | None = None,
     ) -> torch.Tensor:
-        """As `WeightStack.product`."""
-        # one scale for all experts: a product has one for each expert's block, and an engine casts a parameter whole
-        weight, source, casts = self._weight, self._source, self._casts
-        w = under_one_scale(source.for_call(weight, casts, read_of(x)), source.is_transposed)
-        how = Products(
-            groups, casts, self._factor, backward_weight=source.backward([weight], casts), reads=reads, sums=sums
-        )
-        return grouped_linear(x, [weight], w, how)
+        """Return each expert's product on its rows, [M, N] BF16, differentiable.
+
+        Args:
+            x: [M, K] BF16.
+            groups: of the M rows.
+            reads: x are tokens, [T, K], which may be in FP8 alone, laid out so; None: rows.
+            sums: what is returned is summed over the rows of each token, [T, N]; None: rows.
+        """
+        w, backward_weight = self._quantized(read_of(x))
+        how = Products(groups, self._casts, self.factors, backward_weight, reads=reads, sums=sums)
+        return grouped_linear(x, self._weights, w, how)

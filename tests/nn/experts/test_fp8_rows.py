@@ -21,7 +21,7 @@ from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.experts.parallel import blocks_to_spread, spread_experts
 from fp8booster.nn.experts.row_layout import RowLayout
 from fp8booster.nn.experts.spread import AS_CAST, IN_16_BITS, Spread
-from fp8booster.nn.experts.stack import StackedLayers
+from fp8booster.nn.experts.stack import WeightStack
 from fp8booster.nn.held_casts import held_casts
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.scaling import INPUT, Constant, Delayed, RealTime
@@ -327,18 +327,18 @@ def test_what_is_added_is_queued_before_the_host_waits() -> None:
 @pytest.mark.parametrize("rows_that_run_as_one", [0, 10**6])
 def test_weights_that_will_be_multiplied_are_looked_up_before_the_host_waits(rows_that_run_as_one: int) -> None:
     block = block_of(config_of(), 2)
-    looked, look_up = [], StackedLayers.look_up
+    looked, look_up = [], WeightStack.look_up
 
-    def seen(layers: StackedLayers) -> None:
+    def seen(layers: WeightStack, tokens: torch.Tensor) -> None:
         looked.append(waits.called)
-        look_up(layers)
+        look_up(layers, tokens)
 
     def too_few(self: GroupedExperts, look: Any, rows: float) -> str | None:
         return "too few" if rows < rows_that_run_as_one else None
 
     with (
         mock.patch.object(HostCopy, "tolist", autospec=True, side_effect=HostCopy.tolist) as waits,
-        mock.patch.object(StackedLayers, "look_up", seen),
+        mock.patch.object(WeightStack, "look_up", seen),
         mock.patch.object(GroupedExperts, "_why_slower", too_few),
         torch.no_grad(),
     ):
