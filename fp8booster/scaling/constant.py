@@ -11,13 +11,13 @@ from torch import Tensor
 from fp8booster import formats
 from fp8booster.kernels.cast import cast, cast_by, note_amax
 from fp8booster.scaling.checks import require_whole
-from fp8booster.scaling.contract import OUTPUT_GRADIENT, Scaling, State
-from fp8booster.scaling.real_time import RealTime
+from fp8booster.scaling.contract import OUTPUT_GRADIENT, State
+from fp8booster.scaling.real_time import RealTimeElsewhere
 from fp8booster.tensor import QuantizedMatrix
 
 
 @dataclass(frozen=True)
-class Constant(Scaling):
+class Constant(RealTimeElsewhere):
     """The FP8-CSCALE of Perez et al. (arXiv 2309.17224): scales that no tensor is asked for; larger values saturate.
 
     Evaluation, and weights that an engine casts, stay real-time.
@@ -68,13 +68,6 @@ class Constant(Scaling):
     def fixed_amax(self, role: str, dtype: torch.dtype) -> float:
         """As `Scaling.fixed_amax`."""
         return formats.MAX[dtype] * 2.0 ** -(self.gradient_bias if role == OUTPUT_GRADIENT else self.forward_bias)
-
-    @property
-    def without_state(self) -> RealTime:
-        """As `Scaling.without_state`."""
-        return RealTime(power_of_two=True)
-
-    for_engines = without_state
 
 
 class _Amaxes(State):

@@ -16,14 +16,14 @@ from torch import Tensor
 from fp8booster.kernels.cast import cast, cast_by, note_amax
 from fp8booster.kernels.scales import amax_of
 from fp8booster.scaling.checks import require_one_of, require_switch, require_whole
-from fp8booster.scaling.contract import WEIGHT, Scaling, State
-from fp8booster.scaling.real_time import RealTime
+from fp8booster.scaling.contract import WEIGHT, State
+from fp8booster.scaling.real_time import RealTimeElsewhere
 from fp8booster.scaling.steps import optimizer_steps
 from fp8booster.tensor import QuantizedMatrix
 
 
 @dataclass(frozen=True)
-class Delayed(Scaling):
+class Delayed(RealTimeElsewhere):
     """Scales from earlier steps, as in Transformer Engine; real-time in the first step. Larger values saturate.
 
     Evaluation, and weights that an engine casts, stay real-time.
@@ -85,13 +85,6 @@ class Delayed(Scaling):
                 data, transpose, inverse_scale = cast(matrix, dtype, amax=past, **layouts)
         note_amax(history.amaxes, amax, inverse_scale, new_step=new_step, factor=2.0**self.margin)
         return QuantizedMatrix(data, transpose, inverse_scale, None)
-
-    @property
-    def without_state(self) -> RealTime:
-        """As `Scaling.without_state`."""
-        return RealTime(power_of_two=self.power_of_two)
-
-    for_engines = without_state
 
     @property
     def for_inference(self) -> None:

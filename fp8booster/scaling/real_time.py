@@ -77,3 +77,14 @@ class RealTime(Scaling):
     def for_engines(self) -> RealTime | None:
         """As `Scaling.for_engines`: a shard has no whole rows or blocks."""
         return self if self.granularity == "tensorwise" else None
+
+
+class RealTimeElsewhere(Scaling):
+    """Base of strategies that keep a state: in real time they scale where there is none, and what engines cast."""
+
+    @property
+    def without_state(self) -> RealTime:
+        """As `Scaling.without_state`."""
+        return RealTime(power_of_two=self.power_of_two)
+
+    for_engines = without_state

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from fp8booster.kernels.rowwise_cast import channel_cast, column_amax
 from fp8booster.scaling.checks import require_switch
-from fp8booster.scaling.contract import INPUT, OUTPUT_GRADIENT, WEIGHT, Scaling, State
-from fp8booster.scaling.real_time import RealTime
+from fp8booster.scaling.contract import INPUT, OUTPUT_GRADIENT, WEIGHT, State
+from fp8booster.scaling.real_time import RealTimeElsewhere
 from fp8booster.tensor import QuantizedMatrix
 
 LARGEST_POWER = 32
@@ -32,7 +32,7 @@ LARGEST_POWER = 32
 
 
 @dataclass(frozen=True)
-class SmoothSwiGLU(Scaling):
+class SmoothSwiGLU(RealTimeElsewhere):
     """Real-time scales, one a tensor, and powers of two for the channels that down projections read.
 
     For fused feed-forward blocks, which give their down projection a `ChannelFactors`. Such a weight is communicated in
@@ -78,13 +78,6 @@ class SmoothSwiGLU(Scaling):
         )
         rows = (data.shape[1] if plain else transpose.shape[0]) - len(factors)
         return QuantizedMatrix(data, transpose, inverse_scale, inverse_scale / F.pad(factors, (0, rows), value=1.0))
-
-    @property
-    def without_state(self) -> RealTime:
-        """As `Scaling.without_state`: layers that have no factors."""
-        return RealTime(power_of_two=self.power_of_two)
-
-    for_engines = without_state
 
     @property
     def for_inference(self) -> None:
