@@ -54,7 +54,10 @@ class Folder(Source):
         self._masters = Masters(masters)
         cast_anew = in_fp8 and not self._stored.in_fp8
         self.layout = layout_of_config(self._stored.config, self.fp8_config if cast_anew else None)
-        self._stored.rename(self.layout.names.renamed)
+        names = self.layout.names
+        self._stored.rename(names.renamed)
+        # Colossal-AI saves tensors as the model of transformers 5 has them, experts in one, and transformers loads both
+        self._stored.shards.divide({name: each for name, each in names.of.items() if len(each) > 1}, names.part)
         for name in self._stored.names:
             if name not in self.layout.shapes:  # transformers ignores it, as what it makes from others
                 self._stored.shards.drop(name)

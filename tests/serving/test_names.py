@@ -225,3 +225,22 @@ def test_experts_that_are_one_parameter_in_files_too_stay_in_16_bits(tmp_path) -
     with safe_open(next((tmp_path / "fp8").glob("*.safetensors")), "pt") as file:
         stored = file.get_tensor("model.layers.0.mlp.experts.down_proj")
     assert torch.equal(stored, model.model.layers[0].mlp.experts.down_proj)
+
+
+@pytest.mark.skipif(MAJOR < 5, reason="transformers 4 holds experts as linear layers")
+@pytest.mark.parametrize("format", ["compressed-tensors", "bf16"])
+def test_experts_that_were_saved_as_the_model_holds_them_are_exported_one_by_one(tmp_path, format) -> None:
+    """As Colossal-AI saves them, in whatever plugin."""
+    model = mixtral()
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "booster").mkdir()
+    model.config.save_pretrained(tmp_path / "booster")
+    save_file(model.state_dict(), tmp_path / "booster" / "model.safetensors", metadata={"format": "pt"})
+    for name in ("model", "booster"):
+        export(tmp_path / name, tmp_path / f"{name}-exported", format=format)
+    one, other = (load_file(tmp_path / f"{name}-exported" / "model.safetensors") for name in ("model", "booster"))
+    assert one.keys() == other.keys()
+    assert sum(".experts." in name for name in one) >= 2 * 4 * 3
+    assert all(
+        torch.equal(one[name].view(torch.uint8), other[name].view(torch.uint8)) for name in one if one[name].dim()
+    )
