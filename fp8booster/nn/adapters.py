@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8booster.nn.experts.spread import spread_of
 from fp8booster.nn.linear.frozen import FrozenLayer, before_decoding
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.linear.low_rank import low_rank_product
@@ -34,13 +35,17 @@ _UNMERGED = "_fp8booster_unmerged"
 
 
 def follow_merges() -> None:
-    """Let FP8 layers know of merges and unmerges by every class of adapters that peft has now; none without peft."""
+    """Let FP8 layers know of merges and unmerges by every class of adapters that peft has now; none without peft.
+
+    The classes refuse experts that are spread over ranks, too.
+    """
     tuners = sys.modules.get("peft.tuners.tuners_utils")
     if tuners is None:
         return
     for adapters in set(_subclasses(tuners.BaseTunerLayer)):
         for name in _CHANGES:
             _replace(adapters, name, _followed)
+        _replace(adapters, "update_layer", _not_of_spread)
         for name in _TAKEN_OUT:
             _replace(adapters, f"{name}_init", _not_of_frozen)
     if (dora := sys.modules.get("peft.tuners.lora.dora")) is not None:
@@ -119,6 +124,19 @@ def _followed(change: Callable[..., None], adapters: Any, *args: Any, **kwargs: 
     finally:
         if isinstance(base, FP8Module):
             base.forget_weights()
+
+
+def _not_of_spread(add: Callable[..., Any], adapters: Any, *args: Any, **kwargs: Any) -> Any:
+    """Add an adapter to a layer, unless that is of experts which are spread over ranks."""
+    held = adapters.get_base_layer()._parameters
+    groups = [spread_of(each) for each in held.values() if each is not None]
+    # the weight of an expert on another rank is None
+    if held.get("weight", adapters) is None or any(spread is not None and spread.sends for spread in groups):
+        raise ValueError(
+            "adapters cannot be added to experts that are spread over ranks; add them before the plugin boosts the "
+            "model, use ep_size=1, or adapt other layers, as attention's"
+        )
+    return add(adapters, *args, **kwargs)
 
 
 def _not_of_frozen(begin: Callable[..., None], adapters: Any, *args: Any, **kwargs: Any) -> None:

@@ -212,3 +212,14 @@ def test_adapters_of_experts_in_one_parameter_are_refused_where_experts_are_divi
         return
     with pytest.raises(ValueError, match="hold those of all experts, which sharding divides; use ep_size=1"):
         start(divided, model)
+
+
+@pytest.mark.parametrize("given", [{}, IN_FP8], ids=["bf16", "fp8"])
+@ranks(2)
+def test_adapters_are_added_before_experts_are_spread(given: dict[str, Any]) -> None:
+    peft = pytest.importorskip("peft")
+    of_experts = {"target_parameters": ["experts.gate_up_proj"]} if MAJOR > 4 else {}
+    run = start(plugin(2, **given), tiny_mixture("Qwen3-MoE"))
+    adapters = peft.LoraConfig(r=4, target_modules=[] if of_experts else "all-linear", **of_experts)
+    with pytest.raises(ValueError, match="experts that are spread over ranks; add them before the plugin boosts"):
+        peft.get_peft_model(run.model.unwrap(), adapters)

@@ -16,6 +16,7 @@ from colossalai.tensor.moe_tensor.api import set_moe_tensor_ep_group
 from torch import nn
 
 from fp8booster.colossal.moe.adapters import refuse_adapters_of_all
+from fp8booster.nn.adapters import follow_merges
 from fp8booster.nn.experts.parallel import SpreadExperts, blocks_to_spread, spread_experts
 from fp8booster.nn.experts.spread import spread_of
 
@@ -55,6 +56,7 @@ class MixturePolicy(Policy):
             refuse_adapters_of_all(self.model)
         for block in blocks_to_spread(self.model):
             LazyInitContext.materialize(block)  # lazy parameters have no values to divide
+        follow_merges()
         spread_experts(self.model, config.ep_group)
         for module in self.model.modules():
             for parameter in module.parameters(recurse=False):
