@@ -129,7 +129,7 @@ def _write_tokens(
     if given is not None:
         tokenizer = load_tokenizer(given)
         # a copy, so that the file and its tokenizer stay together when the model moves
-        tokenizer.save_pretrained(folder / "tokenizer")
+        _keep(tokenizer, folder / "tokenizer")
     else:
         tell(f"training a tokenizer of {options.vocabulary} tokens on {corpus.name}")
         texts = next(_grouped(corpus.documents(), _TRAINING_BYTES), [])
@@ -367,9 +367,19 @@ def train_tokenizer(documents: Iterable[str], vocabulary: int, folder: Path) -> 
         show_progress=False,
     )
     tokenizer.train_from_iterator(documents, trainer)
-    PreTrainedTokenizerFast(
+    fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=END,
         eos_token=END,
         model_input_names=["input_ids", "attention_mask"],  # decoders refuse the token types of the default
-    ).save_pretrained(folder)
+    )
+    _keep(fast, folder)
+
+
+def _keep(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Save a tokenizer as transformers 4 and 5 read it: versions share the cache."""
+    tokenizer.save_pretrained(folder)
+    file = folder / "tokenizer_config.json"
+    record = json.loads(file.read_text(encoding="utf-8"))
+    if record.get("tokenizer_class") == "TokenizersBackend":  # what 5 calls the class, and reads by both names
+        file.write_text(json.dumps(record | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2), encoding="utf-8")

@@ -40,6 +40,16 @@ def test_tokens_decode_to_the_documents_each_with_an_end(options):
     assert tokenizer.decode(ids) == f"# a.py\n{TEXT}<|endoftext|># b.py\n{TEXT}<|endoftext|>"
 
 
+def test_transformers_4_reads_a_tokenizer_that_5_has_kept(options, monkeypatch):
+    import transformers
+
+    as_5_calls_it = type("TokenizersBackend", (transformers.PreTrainedTokenizerFast,), {})
+    monkeypatch.setattr(transformers, "PreTrainedTokenizerFast", as_5_calls_it)
+    tokens, _ = prepare(options)
+    config = json.loads((tokens.tokenizer / "tokenizer_config.json").read_text(encoding="utf-8"))
+    assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
+
+
 def test_a_small_text_is_told_of_in_its_size(options):
     _, said = prepare(options)
     assert said[-1].startswith("encoding ")
