@@ -330,7 +330,7 @@ def plan(
 
 
 _MEMORY_DEPENDS_ON = (
-    "sequence accumulate checkpointing checkpointed_layers level optimizer plugin stage tp pp sp sp_mode "
+    "sequence accumulate checkpointing checkpointed_layers level optimizer plugin stage tp pp sp ep sp_mode "
     "plugin_options fp8_options"
 )
 """Options of `fp8booster train` that `plan` takes too."""

@@ -39,6 +39,7 @@ from tests.programs import run_program
         (["no-such-folder"], "no-such-folder"),
         (["7b", "--gpus", "3", "--plugin", "hybrid", "--tp", "2"], "3 processes"),
         (["7b", "--plugin", "gemini"], "docs/guide.md"),
+        (["7b", "--gpus", "2", "--plugin", "moe", "--ep", "2"], "plan --plugin hybrid"),
         (["7b", "--plugin", "moe"], "plan --plugin hybrid"),
         (["7b", "--gpus", "2", "--plugin", "hybrid", "--sp", "2", "--sp-mode", "ring_attn"], "all_to_all"),
         (["7b", "--fp8-option", "nothing=1"], "nothing"),
