@@ -15,9 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 from fp8booster.nn.graphs.eager import eager_parts, modules_apart
 from fp8booster.nn.graphs.reached import Reached
 from fp8booster.nn.graphs.recorder import Recorder
-from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import HOOKS, is_looked_at, waiting_hooks
-from fp8booster.nn.weights.holder import FP8Module
+from fp8booster.nn.weights.holder import FP8Module, weight_holders
 
 
 class Held:
@@ -80,7 +79,7 @@ class Held:
         """What graphs are of, besides settings."""
 
         self.trains = any(each.requires_grad for each in self._parameters) or any(self._are_trained)
-        self._sources = [module.fp8_weight for module in modules if isinstance(module, FP8Layer)]
+        self._sources = [held.fp8_weight for module in modules for held in weight_holders(module).values()]
         self._why_never = self._why_not(layer, record_on)
 
     @property

@@ -14,6 +14,7 @@ from fp8booster.nn.graphs import layer as layer_module
 from fp8booster.nn.graphs.held import Held
 from fp8booster.nn.graphs.layer import WARM_UP
 from tests.nn.experts.test_fp8_experts import EACH, EXPERTS, HIDDEN, Experts
+from tests.nn.fsdp.resharding import follow_resharding
 from tests.nn.graphs.rerun import Rerun
 
 LAYERS = 2
@@ -114,3 +115,15 @@ def test_eager_layers_are_looked_at_again_only_where_something_has_changed(
         forward(eager, torch.randn(2, 24, HIDDEN, device=device).bfloat16()).sum().backward()
         assert step == 0 or len(looks) == looks_before
     assert captured_layers(eager) == {"the GPU takes longer than the host": LAYERS}
+
+
+@pytest.mark.usefixtures("record")
+def test_experts_whose_weights_are_gathered_elsewhere_are_told_so(device: torch.device) -> None:
+    of = model(device)
+    for layer in of["layers"]:
+        layer.gate.requires_grad_(False)
+    follow_resharding(of)
+    capture_layers(of)
+    for _ in range(WARM_UP + 1):
+        forward(of, torch.randn(2, 24, HIDDEN, device=device).bfloat16()).float().mean().backward()
+    assert captured_layers(of) == {"its weights are gathered elsewhere": LAYERS}
