@@ -320,7 +320,7 @@ def plan(
     if not told.is_terminal:
         told.print(working)
     with told.status(working):
-        found = make_plan(options, tokens, GPUS[gpu])
+        found = make_plan(options, tokens, GPUS[gpu], lambda line: told.print(line, markup=False, highlight=False))
     if as_json:
         typer.echo(json.dumps(as_record(found), indent=2))
     else:

@@ -7,7 +7,7 @@ import os
 import shlex
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context, parent_process
@@ -60,13 +60,16 @@ _LEGEND = """weight: parameters as the model has them. FP8: FP8 weights, and buf
 m, v: moments. temp.: what a phase makes and frees."""
 
 
-def make_plan(options: TrainOptions, tokens: int | None, gpu: Gpu) -> list[Configuration]:
+def make_plan(
+    options: TrainOptions, tokens: int | None, gpu: Gpu, tell: Callable[[str], object] | None = None
+) -> list[Configuration]:
     """Count the memory that `options` take, and those with less.
 
     Args:
         options: `nproc` set; what is open is set as on a machine with GPUs.
         tokens: of a replica at once; None: by model.
         gpu: by whose memory some defaults are chosen.
+        tell: is given the progress, a line for each count; None: nothing is told.
 
     Raises:
         ValueError, TypeError: options that `fp8booster train` would refuse.
@@ -93,7 +96,7 @@ def make_plan(options: TrainOptions, tokens: int | None, gpu: Gpu) -> list[Confi
     with warnings.catch_warnings():
         # colossalai, which is imported in here, advertises tensornvme and apex, which training does not need
         warnings.filterwarnings("ignore", message="Please install")
-        return _with_fewest_checkpointed(list(counted(configurations(options), gpu)), gpu)
+        return _with_fewest_checkpointed(list(counted(configurations(options), gpu, tell)), gpu)
 
 
 def _with_fewest_checkpointed(plan: list[Configuration], gpu: Gpu) -> list[Configuration]:
@@ -120,8 +123,10 @@ def _with_fewest_checkpointed(plan: list[Configuration], gpu: Gpu) -> list[Confi
     return plan
 
 
-def counted(plan: list[Configuration], gpu: Gpu) -> Iterator[Configuration]:
-    """Yield the configurations with their memory, without those that change nothing."""
+def counted(
+    plan: list[Configuration], gpu: Gpu, tell: Callable[[str], object] | None = None
+) -> Iterator[Configuration]:
+    """Yield the configurations with their memory, without those that change nothing; `tell` as in `make_plan`."""
     workers = min(len(plan), os.cpu_count() or 1)
     # processes of their own: a count patches torch and Colossal-AI, and is a rank
     context = get_context("forkserver")
@@ -129,8 +134,10 @@ def counted(plan: list[Configuration], gpu: Gpu) -> Iterator[Configuration]:
     with ProcessPoolExecutor(workers, context, initializer=_end_with_the_command) as pool:
         tasks = [pool.submit(_count, each, int(gpu.memory * GIB)) for each in plan]
         before = None
-        for task in tasks:
+        for number, task in enumerate(tasks, 1):
             found = task.result()
+            if tell is not None:
+                tell(f"{number} of {len(plan)} counted: {found.name}")
             if found.peaks is None or found.peaks != before:  # else the default was that already
                 yield found
             before = found.peaks

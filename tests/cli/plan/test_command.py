@@ -64,6 +64,7 @@ COMPARED = ["BF16", "FP8", "+ no copies", "+ 8-bit moments", "+ recomputed input
 def test_a_plan_as_json():
     done = run_program("fp8booster", "plan", "tiny", "--sequence", "512", "--tokens", "1024", "--gpus", "2", "--json")
     assert done.returncode == 0, done.stderr
+    assert " counted: BF16" in done.stderr  # how far it is
     records = json.loads(done.stdout)
     assert [record["name"] for record in records] == [*COMPARED, "+ checkpointing"]
     for record in records:
