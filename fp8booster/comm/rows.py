@@ -104,10 +104,10 @@ def _bytes(message: Tensor) -> Tensor:
 
 
 class How(TypedDict, total=False):
-    """What belongs to rows that are sent."""
+    """Describes rows that are sent."""
 
     form: Required[object]
-    """What ranks must have alike besides: an encoding, or the strategy of a cast."""
+    """Must be alike on all ranks besides: an encoding, or the strategy of a cast."""
 
     payload: int | None
     """Bytes of the rows in high precision, with which those sent are compared; None, the default: they are in it."""

@@ -49,10 +49,10 @@ class FP8Rows:
     """[R, C], of one row at least, C columns of which H count."""
 
     count: int
-    """R."""
+    """Number of rows, R."""
 
     dtype: torch.dtype
-    """Of their values, and of the gradient that goes back."""
+    """Type of their values, and of the gradient that goes back."""
 
     amax: torch.Tensor | None
     """Float32 [], by which all values are scaled; None: rows have scales of their own."""
