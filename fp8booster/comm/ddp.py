@@ -22,8 +22,8 @@ from fp8booster.comm.collectives import all_reduce, copy_parts
 from fp8booster.comm.encoding import DEFAULT, Encoding
 
 BUCKET_MB = 64
-"""Of DDP's buckets: inside a node, messages under 64 MiB are faster uncompressed (`comm.threshold`), and DDP closes a
-bucket with the gradient that fills it."""
+"""The size of DDP's buckets: inside a node, messages under 64 MiB are faster uncompressed (`comm.threshold`), and DDP
+closes a bucket with the gradient that fills it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,6 @@ Rows that a cast has made FP8 before are sent as they are.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Required, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
@@ -103,54 +102,31 @@ def _bytes(message: Tensor) -> Tensor:
     return message.view(-1).view(torch.uint8)
 
 
-class How(TypedDict, total=False):
-    """Describes rows that are sent."""
-
-    form: Required[object]
-    """Must be alike on all ranks besides: an encoding, or the strategy of a cast."""
-
-    payload: int | None
-    """Bytes of the rows in high precision, with which those sent are compared; None, the default: they are in it."""
-
-    why_not: str | None
-    """Tells `statistics` why they are; None, the default: it is as the caller was told."""
-
-
 def send_rows(
-    rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup, **how: Unpack[How]
-) -> Tensor:
-    """Send each rank its rows, and return those that come for this one, [sum(received), W].
-
-    Args:
-        rows: [sum(sent), W], contiguous, those for each rank one after the other.
-        sent, received: rows for and from each rank; may be zero.
-        group: the ranks.
-        how: see `How`.
-
-    Raises:
-        ValueError: the ranks do not agree on size, dtype or form.
-    """
-    return _start(rows, sent, received, group, async_op=False, **how)()
-
-
-def start_rows(
-    rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup, **how: Unpack[How]
-) -> Callable[[], Tensor]:
-    """Begin as `send_rows`, and return what waits for the rows that come: a GPU computes until it is called."""
-    return _start(rows, sent, received, group, async_op=True, **how)
-
-
-def _start(
     rows: Tensor,
     sent: list[int],
     received: list[int],
     group: dist.ProcessGroup,
     *,
-    async_op: bool,
     form: object,
     payload: int | None = None,
     why_not: str | None = None,
+    async_op: bool = False,
 ) -> Callable[[], Tensor]:
+    """Send each rank its rows, and return what waits for those that come for this one, [sum(received), W].
+
+    Args:
+        rows: [sum(sent), W], contiguous, those for each rank one after the other.
+        sent, received: rows for and from each rank; may be zero.
+        group: the ranks.
+        form: what ranks must have alike besides: an encoding, or the strategy of a cast.
+        payload: bytes of the rows in high precision, with which those sent are compared; None: they are in it.
+        why_not: the reason why they are, for `statistics`; None: it is as the caller was told.
+        async_op: let a GPU compute meanwhile.
+
+    Raises:
+        ValueError: the ranks do not agree on size, dtype or form.
+    """
     # of an empty part nothing arrives
     what = {"width": rows.shape[1], "dtype": rows.dtype, "form": form}
     observer.enter(group, _COLLECTIVE, on_arrival=False, what=what)

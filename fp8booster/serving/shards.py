@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -70,9 +71,8 @@ class Shards:
             raise ValueError(f"{folder} holds no {_FILE} and no {_INDEX}; save the model there as safetensors.")
         self._places: dict[str, tuple[str, str]] = {}
         """By the name of each tensor, its file and its name there."""
-        self._divide: Callable[[str, torch.Tensor], torch.Tensor] | None = None
-        self._divided: dict[str, tuple[str, str]] = {}
-        """By the name of each part of a tensor, the place of the whole."""
+        self._parts: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
+        """By the names of tensors that are parts of one in a file, what takes them from it."""
         self._last: tuple[tuple[str, str], torch.Tensor] | None = None
         """The last whole that was divided: its parts, of which there may be hundreds, are asked for one by one."""
         if place.suffix != ".json":
@@ -96,28 +96,28 @@ class Shards:
                 if name + end in self and other + end not in self:
                     self._places[other + end] = self._places.pop(name + end)
 
-    def divide(self, names: Mapping[str, Iterable[str]], part: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+    def divide(self, names: Mapping[str, Collection[str]], part: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
         """Let parts take the place of tensors.
 
         Args:
             names: of the parts, by the names of the tensors.
             part: gives the part of a name, of the whole.
         """
-        self._divide = part
-        for name in names.keys() & self._places.keys():
-            place = self._places.pop(name)
-            self._divided |= dict.fromkeys(names[name], place)
+        for name, parts in names.items():
+            if name in self:
+                self._places |= dict.fromkeys(parts, self._places.pop(name))
+                self._parts |= {each: partial(part, each) for each in parts}
 
     def drop(self, name: str) -> None:
         """Leave a tensor out."""
-        del (self._divided if name in self._divided else self._places)[name]
+        del self._places[name]
 
     @property
     def names(self) -> list[str]:
-        return [*self._places, *self._divided]
+        return list(self._places)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._places or name in self._divided
+        return name in self._places
 
     def scales(self) -> dict[str, str]:
         """Return the names of scales, by the names of the tensors that have one."""
@@ -126,12 +126,12 @@ class Shards:
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return one tensor; its values are read from the disk when they are used."""
-        if self._divide is not None and name in self._divided:
-            place = self._divided[name]
-            if self._last is None or self._last[0] != place:
-                self._last = place, self._read(*place)
-            return self._divide(name, self._last[1])
-        return self._read(*self._places[name])
+        place, part = self._places[name], self._parts.get(name)
+        if part is None:
+            return self._read(*place)
+        if self._last is None or self._last[0] != place:
+            self._last = place, self._read(*place)
+        return part(self._last[1])
 
     def _read(self, file: str, key: str) -> torch.Tensor:
         # values are read here for the first time, so damage shows here

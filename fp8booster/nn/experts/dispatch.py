@@ -17,16 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fp8booster.comm.encoding import Encoding
-from fp8booster.comm.rows import (
-    How,
-    decode_rows,
-    encode_rows,
-    send_rows,
-    start_rows,
-    sum_rows,
-    sum_rows_backward,
-    why_not_encoded,
-)
+from fp8booster.comm.rows import decode_rows, encode_rows, send_rows, sum_rows, sum_rows_backward, why_not_encoded
 from fp8booster.nn.experts.fp8_rows import FP8Rows, values_of, with_amax
 from fp8booster.nn.experts.grouped import Grouped
 from fp8booster.nn.experts.host_copy import HostCopy
@@ -104,15 +95,17 @@ class Wire(NamedTuple):
 
     def send(self, message: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         """Send as `exchanged` does; not differentiable."""
-        return send_rows(message.contiguous(), sent, received, self.group, **self._how(message))
+        return self.start(message, sent, received, async_op=False)()
 
-    def start(self, message: torch.Tensor, sent: list[int], received: list[int]) -> Callable[[], torch.Tensor]:
+    def start(
+        self, message: torch.Tensor, sent: list[int], received: list[int], async_op: bool = True
+    ) -> Callable[[], torch.Tensor]:
         """Begin to send as `exchanged` does, and return what waits for what comes; not differentiable."""
-        return start_rows(message.contiguous(), sent, received, self.group, **self._how(message))
-
-    def _how(self, message: torch.Tensor) -> How:
         payload = None if self.encoding is None else len(message) * self.width * self.dtype.itemsize
-        return {"form": self.encoding, "payload": payload, "why_not": self.why_not}
+        rows, form = message.contiguous(), self.encoding
+        return send_rows(
+            rows, sent, received, self.group, form=form, payload=payload, why_not=self.why_not, async_op=async_op
+        )
 
 
 class _SumOfMessage(torch.autograd.Function):

@@ -299,7 +299,7 @@ class Spread:
     ) -> FP8Rows:
         """Send rows of tokens that were cast to their experts, and return those that come here."""
         payload = len(cast.rows) * tokens.shape[1] * tokens.element_size()
-        rows = send_rows(cast.rows, *sizes, self.group, form=casts.scaling, payload=payload)
+        rows = send_rows(cast.rows, *sizes, self.group, form=casts.scaling, payload=payload)()
 
         def send_back(gradient: torch.Tensor) -> Callable[[], torch.Tensor]:
             arrives = wire.start(wire.encode(gradient), sizes.received, sizes.sent)
