@@ -32,7 +32,7 @@ def test_what_does_not_go_together_is_told(values, says):
 
 
 def test_options_are_checked_as_they_are_made():
-    with pytest.raises(ValueError, match="ddp takes no --tp; gemini and hybrid do"):
+    with pytest.raises(ValueError, match="ddp takes no --tp; gemini, hybrid and moe do"):
         TrainOptions(plugin="ddp", tp=2)
 
 

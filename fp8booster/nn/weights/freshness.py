@@ -42,7 +42,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
-from fp8booster.kernels.device import current_stream, is_captured
+from fp8booster.kernels.device import current_stream
 from fp8booster.nn.weights.pinned import Copies, copies_held
 from fp8booster.optim.one_pass import COUNTS_STEPS
 from fp8booster.scaling.steps import Steps, note_step
@@ -200,7 +200,8 @@ def reusable(input: torch.Tensor, weight: torch.Tensor) -> bool:
 
 def captured_without_copies(tensor: torch.Tensor) -> bool:
     """Tell whether work on a tensor is being captured into a CUDA graph, which finds no copies that stay fresh."""
-    return not Copies.held and is_captured(tensor)
+    # not by `kernels.device.is_captured`: each call of a layer asks here
+    return tensor.is_cuda and not Copies.held and torch.cuda.is_current_stream_capturing()
 
 
 Made = TypeVar("Made")
