@@ -135,6 +135,7 @@ _LLAMA_3: dict[str, Any] = {"vocabulary": 128256, "sequence": 8192, "rope_theta"
 # 2508.10925.
 MODELS = {
     "tiny": Architecture("tiny LLaMA", 256, 688, 4, 4, 4, vocabulary=4096, sequence=2048),
+    "60m": Architecture("LLaMA 60M", 512, 1376, 8, 8, 8, sequence=2048),
     "100m": Architecture("LLaMA 100M", 768, 2048, 10, 12, 12),
     "160m": Architecture("LLaMA 160M", 768, 2048, 12, 12, 12, sequence=2048),
     "1b": Architecture("LLaMA 1B", 2048, 5632, 22, 32, 4),
