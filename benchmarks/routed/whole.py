@@ -13,6 +13,7 @@ from benchmarks.harness.timing import let_weights_stay
 from benchmarks.routed.implementations import BASELINE, CONFIG, Candidate, Implementation
 from benchmarks.routed.work import ExpertLayer, Products, uneven_loads
 from fp8booster import convert_to_fp8
+from fp8booster.nn.experts.alike import Look
 from fp8booster.nn.experts.dispatch import run_experts
 from fp8booster.nn.experts.grouped import GroupedExperts
 from fp8booster.nn.experts.host_copy import HostCopy
@@ -90,7 +91,8 @@ class OneByOne(Implementation):
         return list(self.experts.parameters())
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
-        return run_experts(x, self.work.counts, self.experts, grouped=self.grouped)
+        grouped = None if self.grouped is None else self.grouped.prepared(x, len(x))
+        return run_experts(x, self.work.counts, self.experts, grouped=grouped)
 
     def products(self) -> Products:
         y, dx = self.step()
@@ -107,12 +109,17 @@ class FP8OneByOne(OneByOne):
         fuse_blocks(self.experts)
 
 
+class _AlwaysGrouped(GroupedExperts):
+    def _why_slower(self, look: Look, rows: float) -> None:
+        return None
+
+
 class FP8GroupedWhole(FP8OneByOne):
     """The same by grouped products, for any number of tokens."""
 
     def __init__(self, work: WholeWork) -> None:
         super().__init__(work)
-        self.grouped = GroupedExperts(self.experts, always=True)
+        self.grouped = _AlwaysGrouped(self.experts)
 
     def products(self) -> Products:
         found = super().products()

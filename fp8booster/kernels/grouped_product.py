@@ -99,8 +99,7 @@ def summed_product(
     Args:
         a: [N, M] E4M3, contiguous.
         b: [K, M] E4M3, contiguous.
-        inverse_scale_a: float32, contiguous, one for all of a or [G], for each group's columns.
-        inverse_scale_b: float32, one for all of b (shape []).
+        inverse_scale_a, inverse_scale_b: float32, one for all of a, and of b (shape []).
         groups: of the M columns.
         factor: multiplies the sums.
         fast_accumulation, emulate: as in `kernels.product.product`.

@@ -21,7 +21,7 @@ from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.resharded import ReshardedWeight
 from fp8booster.scaling import INPUT, OUTPUT_GRADIENT, WEIGHT
-from tests.nn.experts.test_experts import experts, tokens
+from tests.nn.experts.test_experts import called, experts, tokens
 from tests.nn.experts.test_fp8_experts import HIDDEN, Experts
 from tests.nn.fused.models import batch, build
 
@@ -92,9 +92,9 @@ def test_what_backward_makes_again_is_cast_by_other_scales_than_its_amax(name: s
 
 def test_experts_cast_through_those_of_their_grouped_products() -> None:
     counts = [[16, 16, 16, 16]]
-    grouped = GroupedExperts(experts(), always=True)
+    grouped = GroupedExperts(experts())
     seen = [listed(casts) for casts in grouped.fp8_casts.values()]
-    grouped(tokens(counts).requires_grad_(), HostCopy(torch.tensor(counts))).sum().backward()
+    called(grouped, tokens(counts).requires_grad_(), HostCopy(torch.tensor(counts))).sum().backward()
     held = convert_to_fp8(nn.Sequential(Experts().bfloat16()), FP8Config(emulate=True, always=True))[0]
     assert isinstance(held, FP8Experts)
     seen += [listed(casts) for casts in held.fp8_casts.values()]

@@ -58,8 +58,9 @@ def head(config: FP8Config) -> None:
 def experts(config: FP8Config) -> None:
     sizes = MixtralConfig(hidden_size=64, intermediate_size=32)
     made = convert_to_fp8(nn.ModuleList(MixtralBlockSparseTop2MLP(sizes) for _ in range(2)).bfloat16(), config)
-    grouped = GroupedExperts(list(made), always=True)
-    y = grouped(_input(), HostCopy(torch.tensor([[32, 16]])))
+    grouped = GroupedExperts(list(made))
+    x = _input()
+    y = grouped.prepared(x, len(x))(x, HostCopy(torch.tensor([[32, 16]])), 1.0)
     if y is None:
         y = torch.cat([expert(_input(16)) for expert in made])
     y.float().square().sum().backward()

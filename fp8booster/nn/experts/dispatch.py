@@ -123,22 +123,16 @@ class _SumOfMessage(torch.autograd.Function):
         return *sum_rows_backward(gradient.contiguous(), message, places, weights, ctx.encoding), None, None
 
 
-def scale_gradient(x: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:
-    """`x`; what lies before it gets its gradient times `factor`, a number or a tensor of shape []."""
-    if not torch.is_tensor(factor) and factor == 1:
-        return x
-    return linear_map(
-        x,
-        lambda x: x.view_as(x),
-        lambda gradient: gradient * (factor.to(gradient.dtype) if torch.is_tensor(factor) else factor),
-    )
+def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """`x`; what lies before it gets its gradient times `factor`."""
+    return x if factor == 1 else linear_map(x, lambda x: x.view_as(x), lambda gradient: gradient * factor)
 
 
 def run_experts(
     tokens: torch.Tensor | FP8Rows,
     counts: HostCopy,
     experts: Sequence[Expert],
-    weight_gradient_factors: Sequence[float] | torch.Tensor | None = None,
+    factor: float = 1.0,
     grouped: Grouped | None = None,
 ) -> torch.Tensor:
     """Each expert on its tokens, one product of all of them whoever sent them.
@@ -148,20 +142,19 @@ def run_experts(
         counts: int64 [senders, experts], tokens from each sender for each expert; they add up to T. Only where experts
             run one by one the host waits for them.
         experts: of this rank; one without tokens is called on none.
-        weight_gradient_factors: multiply the gradients of each expert's weights, and not those of its tokens: numbers,
-            or float32 [experts]; None: 1.
+        factor: multiplies the gradients of the experts' weights, and not those of the tokens.
         grouped: computes the same experts by grouped products where it can; None: one by one.
 
     Returns:
         [T, H'], in the order of `tokens`.
     """
-    made = None if grouped is None else grouped(tokens, counts, weight_gradient_factors)
+    made = None if grouped is None else grouped(tokens, counts, factor)
     if made is not None:
         return made
     if isinstance(tokens, FP8Rows) and torch.is_inference_mode_enabled():
         # tensors of that mode carry no amax, without which experts would round the values a second time
         with torch.inference_mode(False), torch.no_grad():
-            return run_experts(tokens, counts, experts, weight_gradient_factors)
+            return run_experts(tokens, counts, experts, factor)
     rows, tokens = tokens, values_of(tokens)
     # all senders' tokens of an expert in one product: a product for each sender would read the weight again
     numbers = counts.tolist()
@@ -169,14 +162,9 @@ def run_experts(
     pieces = tokens.split(sizes)
     by_expert = [list(pieces[index :: len(experts)]) for index in range(len(experts))]
     results = []
-    for index, (expert, own) in enumerate(zip(experts, by_expert, strict=True)):
+    for expert, own in zip(experts, by_expert, strict=True):
         x = own[0] if len(own) == 1 else torch.cat(own)
-        if weight_gradient_factors is None:
-            y = expert(with_amax(x, rows))
-        else:
-            factor = weight_gradient_factors[index]
-            # times the factor behind the expert and its inverse before it: its weights alone see the factor
-            x = scale_gradient(x, 1 / factor)
-            y = scale_gradient(expert(with_amax(x, rows)), factor)
+        # times the factor behind the expert and its inverse before it: its weights alone see the factor
+        y = scale_gradient(expert(with_amax(scale_gradient(x, 1 / factor), rows)), factor)
         results.append(y.split([piece.shape[0] for piece in own]))
     return torch.cat([result[sender] for sender in range(len(numbers)) for result in results])

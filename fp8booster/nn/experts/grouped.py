@@ -48,8 +48,8 @@ one by one is faster. Of 4096 x 14336 features, 1024 rows (6e10) were 34 % faste
 slower (benchmarks/results/h200/experts_NVIDIA-H200_2026-11-21_torch-2.11.0-cu130.md)."""
 
 
-Grouped = Callable[[torch.Tensor | FP8Rows, HostCopy, Sequence[float] | torch.Tensor | None], torch.Tensor | None]
-"""Takes tokens, counts and factors as `run_experts`, and gives what that does, or None: one by one."""
+Grouped = Callable[[torch.Tensor | FP8Rows, HostCopy, float], torch.Tensor | None]
+"""Takes tokens, counts and a factor as `run_experts`, and gives what that does, or None: one by one."""
 
 
 def _casts(config: FP8Config) -> dict[str, Casts]:
@@ -91,14 +91,13 @@ class GroupedExperts:
 
     Args:
         experts: of one rank; modules that compute `down(act_fn(gate(x)) * up(x))`.
-        always: also for numbers of tokens for which one by one is faster.
     """
 
     gathers: ClassVar[bool] = False
     """`_gathered` makes weights whole that are so only while their layers run."""
 
-    def __init__(self, experts: Sequence[nn.Module], always: bool = False) -> None:
-        self.experts, self._always = tuple(experts), always
+    def __init__(self, experts: Sequence[nn.Module]) -> None:
+        self.experts = tuple(experts)
         self._reasons: dict[bool, dict[str, None]] = {True: {}, False: {}}  # in training, and in evaluation
         self._alike = AlikeExperts(self.experts)
         self._judged: tuple[Look, str | None] | None = None
@@ -107,11 +106,11 @@ class GroupedExperts:
         self.fp8_casts: dict[str, Casts] = {} if config is None else _casts(config)
 
     def __reduce__(self) -> tuple:
-        return type(self), (self.experts, self._always)
+        return type(self), (self.experts,)
 
     def of_others(self, experts: Sequence[nn.Module]) -> GroupedExperts:
         """Return other experts in place of these, whose casts are observed by who observes these'."""
-        others = type(self)(experts, self._always)
+        others = type(self)(experts)
         for name in others.fp8_casts.keys() & self.fp8_casts.keys():
             casts, before = others.fp8_casts[name], self.fp8_casts[name]
             casts.observers, casts.weight_observers = before.observers, before.weight_observers
@@ -144,22 +143,8 @@ class GroupedExperts:
         look = self._alike.look()
         return [] if self._why_never(look) is not None else [look.up.layers, look.down.layers]
 
-    def __call__(
-        self,
-        tokens: torch.Tensor | FP8Rows,
-        counts: HostCopy,
-        weight_gradient_factors: Sequence[float] | torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
-        """Return what `experts.run_experts` gives, or None: run the experts one by one.
-
-        Args:
-            tokens, counts, weight_gradient_factors: as in `run_experts`.
-        """
-        looked = self._look(read_of(tokens))
-        return self._by_senders(looked, None, tokens, counts, weight_gradient_factors)
-
     def prepared(self, tokens: torch.Tensor, rows: int) -> Grouped:
-        """Look at the experts, which takes the host a while, and return what computes them as a call does, once.
+        """Look at the experts, which takes the host a while, and return what computes them, once.
 
         Args:
             tokens: whose rows it will be given.
@@ -177,12 +162,12 @@ class GroupedExperts:
         layers: _Layers | None,
         tokens: torch.Tensor | FP8Rows,
         counts: HostCopy,
-        weight_gradient_factors: Sequence[float] | torch.Tensor | None,
+        factor: float,
     ) -> torch.Tensor | None:
         if looked is None or not self._runs_on(looked, len(tokens)):
             return None
         layout = RowLayout.of_senders(counts.on_device, len(tokens))
-        return self._computed(looked, layers, tokens, layout, weight_gradient_factors)
+        return self._computed(looked, layers, tokens, layout, factor)
 
     def mix(self, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
         """Return the weighted sum of what each token's experts make of it, BF16, or None: run the experts one by one.
@@ -196,7 +181,7 @@ class GroupedExperts:
         if looked is None or not self._runs_on(looked, chosen.numel()):
             return None
         layout = RowLayout.of_choices(chosen, len(self.experts))
-        return self._computed(looked, None, tokens, layout, None, weights)
+        return self._computed(looked, None, tokens, layout, 1.0, weights)
 
     def _look(self, tokens: torch.Tensor) -> _Looked | None:
         """Look at the experts as they are now, for rows of tokens; None: in compiled code they run one by one."""
@@ -249,12 +234,12 @@ class GroupedExperts:
         layers: _Layers | None,
         tokens: torch.Tensor | FP8Rows,
         layout: RowLayout,
-        weight_gradient_factors: Sequence[float] | torch.Tensor | None,
+        factor: float,
         weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
         def compute() -> torch.Tensor:
             up, down, saving = layers or self._layers(looked, tokens)
-            up.factors = down.factors = _joined(weight_gradient_factors, read_of(tokens).device)
+            up.factor = down.factor = factor
             of_rows = None if weights is None else RowWeights(weights.contiguous(), layout.choices)
             activation = partial(activate, gated=True, saving=saving, weights=of_rows)
             return run_stacks(tokens.to(torch.bfloat16), layout, up, activation, down, layout)
@@ -278,8 +263,7 @@ class GroupedExperts:
         """Return why the experts do not run as one on so many rows."""
         # transient weights are gathered, and their gradients reduced, in one order on all ranks, whatever the rows of
         # each
-        whatever = self._always or looked.look.is_transient
-        return looked.why_not or (None if whatever else self._why_slower(looked.look, rows))
+        return looked.why_not or (None if looked.look.is_transient else self._why_slower(looked.look, rows))
 
     def _why_not_of(self, look: Look, tokens: torch.Tensor) -> str | None:
         """Return why the experts do not run as one on rows of these tokens, though they can on some."""
@@ -328,17 +312,6 @@ class GroupedExperts:
         if reason is not None:
             return reason
         return why_no_grouped_product(down.held_weight.device, config.emulate)
-
-
-def _joined(factors: Sequence[float] | torch.Tensor | None, device: torch.device) -> torch.Tensor | float:
-    """One number for all experts, or float32 [G]."""
-    if factors is None:
-        return 1.0
-    if torch.is_tensor(factors):
-        return factors
-    if len(set(factors)) == 1:
-        return float(factors[0])
-    return torch.tensor(factors, dtype=torch.float32, device=device)
 
 
 def grouped_experts(model: nn.Module) -> list[GroupedExperts]:

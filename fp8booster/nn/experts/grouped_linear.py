@@ -95,8 +95,8 @@ class Products(NamedTuple):
     casts: Casts
     """Of the layers that are one product; formats are E4M3."""
 
-    weight_gradient_factors: torch.Tensor | float = 1.0
-    """Multiply the gradients of the weights, not of the input: a number or float32 [G]."""
+    weight_gradient_factor: float = 1.0
+    """Multiplies the gradients of the weights, not of the input."""
 
     backward_weight: BackwardWeight | None = None
     """Backward asks it for the transpose of the weights, and for their inverse scales, float32 [], or as
@@ -221,11 +221,10 @@ class _GroupedLinear(torch.autograd.Function):
                 _, x8 = _laid_out(x8, how.reads, plain=False, transposed=True)
             outputs, inputs = (dy.transpose, dy.inverse_scale), (x8, x_inverse_scale)
             (rows, scale_of_rows), (columns, scale) = (inputs, outputs) if ctx.is_transposed else (outputs, inputs)
-            factor = how.weight_gradient_factors
-            if torch.is_tensor(factor):
-                scale_of_rows, factor = scale_of_rows * factor, 1.0
             options = _options(config, "wgrad", UNEVEN * how.filled_rows // len(groups.ends))
-            whole = summed_product(rows, columns, scale_of_rows, scale, groups, factor=factor, **options)
+            whole = summed_product(
+                rows, columns, scale_of_rows, scale, groups, factor=how.weight_gradient_factor, **options
+            )
             dw = whole.view(ctx.count, *ctx.shape).unbind(0)  # in one call, for there may be hundreds
         return dx if arrives is None else arrives(), *(None,) * 3, *dw
 

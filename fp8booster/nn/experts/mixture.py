@@ -125,7 +125,7 @@ class Mixture(nn.Module):
         as_one = None if grouped is None else grouped.prepared(tokens, rows)
 
         def run(rows: Rows, counts: HostCopy, factor: float) -> Tensor:
-            return run_experts(rows, counts, own, [factor] * len(own), as_one)
+            return run_experts(rows, counts, own, factor, as_one)
 
         return run
 

@@ -257,13 +257,13 @@ class WeightStack:
         weights: by expert, as many of each; or one parameter with all of them.
         casts: of the product.
         quantized: gives their FP8 copy.
-        factors: multiply the gradients of the weights, and not those of x: a number or float32 [G].
+        factor: multiplies the gradients of the weights, and not those of x.
     """
 
     def __init__(
-        self, weights: Sequence[torch.Tensor], casts: Casts, quantized: Quantized, factors: torch.Tensor | float = 1.0
+        self, weights: Sequence[torch.Tensor], casts: Casts, quantized: Quantized, factor: float = 1.0
     ) -> None:
-        self._weights, self._casts, self._quantized, self.factors = weights, casts, quantized, factors
+        self._weights, self._casts, self._quantized, self.factor = weights, casts, quantized, factor
 
     def look_up(self, tokens: torch.Tensor) -> None:
         """Get the FP8 weights before they are multiplied."""
@@ -287,5 +287,5 @@ class WeightStack:
             sums: what is returned is summed over the rows of each token, [T, N]; None: rows.
         """
         w, backward_weight = self._quantized(read_of(x))
-        how = Products(groups, self._casts, self.factors, backward_weight, reads=reads, sums=sums)
+        how = Products(groups, self._casts, self.factor, backward_weight, reads=reads, sums=sums)
         return grouped_linear(x, self._weights, w, how)

@@ -21,7 +21,7 @@ from fp8booster.formats import E5M2
 from fp8booster.nn.experts import grouped as module
 from fp8booster.nn.experts import stack
 from fp8booster.nn.experts.dispatch import run_experts
-from fp8booster.nn.experts.grouped import GroupedExperts
+from fp8booster.nn.experts.grouped import Grouped, GroupedExperts
 from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.fused.decoder import mix
 from fp8booster.nn.fused.part import FusedGatedMLP
@@ -71,14 +71,24 @@ def copied(counts: list[list[int]], device: torch.device | str = "cpu") -> HostC
     return HostCopy(torch.tensor(counts, device=device))
 
 
+def called(grouped: GroupedExperts, x: torch.Tensor, counts: HostCopy) -> torch.Tensor | None:
+    return grouped.prepared(x, len(x))(x, counts, 1.0)
+
+
+def run(
+    x: torch.Tensor, counts: HostCopy, of: nn.Module, grouped: GroupedExperts | None, factor: float = 1.0
+) -> torch.Tensor:
+    return run_experts(x, counts, of, factor, None if grouped is None else grouped.prepared(x, len(x)))
+
+
 def results(
-    of: nn.Module, counts: list[list[int]], grouped: GroupedExperts | None, factors: list | torch.Tensor | None = None
+    of: nn.Module, counts: list[list[int]], grouped: GroupedExperts | None, factor: float = 1.0
 ) -> list[torch.Tensor]:
     """Output, gradient of the tokens, gradients of the weights, in FP32."""
     dtype = next(of.parameters()).dtype
     x = tokens(counts).to(dtype).requires_grad_()
     of.zero_grad()
-    y = run_experts(x, copied(counts), of, factors, grouped)
+    y = run(x, copied(counts), of, grouped, factor)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y.dtype)
     y.backward(dy)
     return [value.detach().float() for value in (y, x.grad, *(each.grad for each in of.parameters()))]
@@ -101,10 +111,9 @@ def test_grouped_experts_compute_what_they_compute_one_by_one(counts, way, make,
         stand_in(monkeypatch)
     fp8 = experts(FP8Config(emulate=way == "emulated"), make)
     grouped = GroupedExperts(fp8)
-    factors = torch.tensor([1.0, 0.5, 2.0, 3.0])
-    exact = results(in_fp32(fp8, make), COUNTS[counts], None, factors)
-    one_by_one = results(fp8, COUNTS[counts], None, factors)
-    found = results(fp8, COUNTS[counts], grouped, factors)
+    exact = results(in_fp32(fp8, make), COUNTS[counts], None, 3.0)
+    one_by_one = results(fp8, COUNTS[counts], None, 3.0)
+    found = results(fp8, COUNTS[counts], grouped, 3.0)
     assert grouped.why_one_by_one is None
     assert_near(found, exact, 0.08)
     assert_near(one_by_one, exact, 0.11)
@@ -134,7 +143,7 @@ def test_one_frozen_expert_gets_no_gradient_and_changes_no_other() -> None:
         parameter.requires_grad_(False)
     x = tokens(COUNTS["ragged"]).requires_grad_()
     grouped = GroupedExperts(fp8)
-    y = run_experts(x, copied(COUNTS["ragged"]), fp8, None, grouped)
+    y = run(x, copied(COUNTS["ragged"]), fp8, grouped)
     y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y.dtype))
     assert grouped.why_one_by_one is None
     assert all(parameter.grad is None for parameter in frozen)
@@ -166,21 +175,12 @@ def test_transposes_made_in_backward_give_the_same_bits() -> None:
 def test_a_checkpointed_forward_gives_the_same_bits() -> None:
     fp8 = experts()
     expected = results(fp8, COUNTS["ragged"], GroupedExperts(fp8))
-    grouped = GroupedExperts(fp8)
 
-    def recomputed(*arguments: object) -> torch.Tensor:
-        return checkpoint(grouped, *arguments, use_reentrant=False)
+    class Recomputed(GroupedExperts):
+        def prepared(self, tokens: torch.Tensor, rows: int) -> Grouped:
+            return partial(checkpoint, super().prepared(tokens, rows), use_reentrant=False)
 
-    assert_same(results(fp8, COUNTS["ragged"], recomputed), expected)
-
-
-def test_one_factor_for_all_is_that_of_each() -> None:
-    fp8 = experts()
-    found, expected = (
-        results(fp8, COUNTS["ragged"], GroupedExperts(fp8), factors)
-        for factors in ([0.5] * EXPERTS, torch.full((EXPERTS,), 0.5))
-    )
-    assert_same(found, expected)
+    assert_same(results(fp8, COUNTS["ragged"], Recomputed(fp8)), expected)
 
 
 def test_weights_are_cast_once_a_step(casts: list) -> None:
@@ -392,7 +392,7 @@ def test_code_of_anyone_is_known_by_what_it_computes() -> None:
 def test_one_expert_is_not_a_group() -> None:
     grouped = GroupedExperts(experts()[:1])
     assert grouped.why_one_by_one == "one expert"
-    assert grouped(tokens([[5]]), [[5]]) is None
+    assert called(grouped, tokens([[5]]), [[5]]) is None
 
 
 def test_the_number_of_tokens_decides(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,27 +402,26 @@ def test_the_number_of_tokens_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     products = 1.5 * HIDDEN * FEATURES
     monkeypatch.setattr(module, "ONE_BY_ONE_FROM", 16 * products + 1)
     grouped = GroupedExperts(fp8)
-    assert grouped(x, copied(counts)) is not None
+    assert called(grouped, x, copied(counts)) is not None
     assert grouped.why_one_by_one is None
     monkeypatch.setattr(module, "ONE_BY_ONE_FROM", 16 * products)
-    assert grouped(x, copied(counts)) is None
+    assert called(grouped, x, copied(counts)) is None
     assert grouped.why_one_by_one == "one by one is faster for so many tokens"
-    assert GroupedExperts(fp8, always=True)(x, copied(counts)) is not None
 
 
 def test_few_experts_of_few_tokens_are_left_to_their_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = count_calls(monkeypatch, speed_model, "fp8_pays")
     fp8, counts = experts(FP8Config()), COUNTS["even"]
-    assert GroupedExperts(fp8)(tokens(counts), copied(counts)) is not None
-    assert asked == [(64, HIDDEN)]  # as one product of all rows
+    assert called(GroupedExperts(fp8), tokens(counts), copied(counts)) is not None
+    assert set(asked) == {(64, HIDDEN)}  # as one product of all rows
     monkeypatch.setattr(speed_model, "fp8_pays", lambda *_: False)
     grouped = GroupedExperts(fp8)
-    assert grouped(tokens(counts), copied(counts)) is None
+    assert called(grouped, tokens(counts), copied(counts)) is None
     assert grouped.why_one_by_one == "too few tokens for so few experts"
     monkeypatch.setattr(stack, "EXPERTS_THAT_PAY", EXPERTS)
-    assert GroupedExperts(fp8)(tokens(counts), copied(counts)) is not None
+    assert called(GroupedExperts(fp8), tokens(counts), copied(counts)) is not None
     always = experts(FP8Config(always=True))
-    assert GroupedExperts(always)(tokens(counts), copied(counts)) is not None
+    assert called(GroupedExperts(always), tokens(counts), copied(counts)) is not None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -439,7 +438,7 @@ def test_under_autocast_experts_are_grouped_whatever_their_dtype(dtype: torch.dt
 def test_under_another_dtype_of_autocast_experts_are_left_to_their_layers() -> None:
     grouped, counts = GroupedExperts(experts()), COUNTS["even"]
     with torch.autocast("cpu", torch.float16):
-        assert grouped(tokens(counts), copied(counts)) is None
+        assert called(grouped, tokens(counts), copied(counts)) is None
     assert grouped.why_one_by_one == "grouped products give BF16 alone"
 
 
@@ -452,12 +451,12 @@ def test_what_a_graph_captures_and_inference_mode_are_left_to_the_layers(how: st
         for each in (freshness, module):
             monkeypatch.setattr(each, "captured_without_copies", lambda *_: True)
     with torch.inference_mode(how == "inference mode"):
-        assert grouped(tokens(counts), copied(counts)) is None
+        assert called(grouped, tokens(counts), copied(counts)) is None
     assert grouped.why_one_by_one == "inference mode or a graph that is captured"
     assert grouped._down.made is None
     if how == "capture":
         with torch.inference_mode():
-            assert grouped.of_others(fp8.eval())(tokens(counts), copied(counts)) is None
+            assert called(grouped.of_others(fp8.eval()), tokens(counts), copied(counts)) is None
 
 
 @pytest.mark.parametrize("broken", range(3))
@@ -465,29 +464,26 @@ def test_experts_of_which_one_evaluates_run_one_by_one(broken: int) -> None:
     fp8, counts = experts(), COUNTS["even"]
     fp8[broken].eval()
     grouped = GroupedExperts(fp8)
-    assert grouped(tokens(counts), copied(counts)) is None
+    assert called(grouped, tokens(counts), copied(counts)) is None
     reasons = grouped.why_one_by_one, grouped.why_one_by_one_in_evaluation
     assert set(reasons) == {None, "some of the experts are in evaluation"}
 
 
-def test_factors_of_each_expert_multiply_the_gradients_of_its_weights_alone() -> None:
+@pytest.mark.parametrize("factor", [0.5, 4.0])
+def test_a_factor_multiplies_the_gradients_of_weights_alone(factor: float) -> None:
     fp8 = experts()
     for grouped in (None, GroupedExperts(fp8)):
-        plain = results(fp8, COUNTS["ragged"], grouped)
-        for factors in ([1.0, 0.5, 2.0, 4.0], torch.tensor([1.0, 0.5, 2.0, 4.0]), [2.0] * 4):
-            found = results(fp8, COUNTS["ragged"], grouped, factors)
-            assert_near(found[:2], plain[:2], 0.02 if grouped is None else 0.0)
-            for number, factor in enumerate(factors):
-                of_expert = slice(2 + 3 * number, 5 + 3 * number)
-                for one, other in zip(found[of_expert], plain[of_expert], strict=True):
-                    torch.testing.assert_close(one, float(factor) * other, rtol=0.02, atol=1e-4)
+        plain, found = (results(fp8, COUNTS["ragged"], grouped, each) for each in (1.0, factor))
+        assert_near(found[:2], plain[:2], 0.02 if grouped is None else 0.0)
+        for one, other in zip(found[2:], plain[2:], strict=True):
+            torch.testing.assert_close(one, factor * other, rtol=0.02, atol=1e-4)
 
 
 def test_weights_that_are_whole_only_in_their_layers_stay_there() -> None:
     fp8, counts = experts(), COUNTS["even"]
     fp8[1].w3.fp8_weight = ReshardedWeight()  # as where FSDP gathers it twice
     grouped = GroupedExperts(fp8)
-    assert grouped(tokens(counts), copied(counts)) is None
+    assert called(grouped, tokens(counts), copied(counts)) is None
     assert grouped.why_one_by_one == "the weights are whole only while a layer runs"
 
 
@@ -498,7 +494,7 @@ def test_in_evaluation_experts_are_grouped_and_give_what_they_give_in_training(m
     grouped = GroupedExperts(fp8.eval())
     for _ in range(2):
         with mode():
-            y = run_experts(tokens(COUNTS["ragged"]), copied(COUNTS["ragged"]), fp8, None, grouped)
+            y = run(tokens(COUNTS["ragged"]), copied(COUNTS["ragged"]), fp8, grouped)
         assert torch.equal(y, expected[0].bfloat16())
     # transposes are what backward reads
     assert (grouped._down.made.transpose.numel() > 0) == (mode is torch.enable_grad)
@@ -510,12 +506,12 @@ def test_values_that_were_written_unseen_are_read_after_a_call_of_eval() -> None
     fp8 = experts()
     grouped = GroupedExperts(fp8.eval())
     with torch.no_grad():
-        before = grouped(tokens(COUNTS["even"]), copied(COUNTS["even"]))
+        before = called(grouped, tokens(COUNTS["even"]), copied(COUNTS["even"]))
         fp8[0].w2.weight.data.mul_(2)
         fp8.eval()
-        after = grouped(tokens(COUNTS["even"]), copied(COUNTS["even"]))
+        after = called(grouped, tokens(COUNTS["even"]), copied(COUNTS["even"]))
         assert not torch.equal(before, after)
-        assert torch.equal(after, GroupedExperts(fp8)(tokens(COUNTS["even"]), copied(COUNTS["even"])))
+        assert torch.equal(after, called(GroupedExperts(fp8), tokens(COUNTS["even"]), copied(COUNTS["even"])))
 
 
 def test_few_tokens_in_evaluation_run_one_by_one_as_the_report_says(monkeypatch) -> None:
@@ -524,10 +520,10 @@ def test_few_tokens_in_evaluation_run_one_by_one_as_the_report_says(monkeypatch)
     fp8 = experts()
     fp8.grouped = GroupedExperts(fp8)
     few = [[1, 0, 2, 0]]
-    assert fp8.grouped(tokens(few), copied(few)) is not None
+    assert called(fp8.grouped, tokens(few), copied(few)) is not None
     fp8.eval()
-    assert fp8.grouped(tokens(COUNTS["even"]), copied(COUNTS["even"])) is not None
-    assert fp8.grouped(tokens(few), copied(few)) is None
+    assert called(fp8.grouped, tokens(COUNTS["even"]), copied(COUNTS["even"])) is not None
+    assert called(fp8.grouped, tokens(few), copied(few)) is None
     (row,) = report(fp8).grouped
     assert (row.why_one_by_one, row.why_one_by_one_in_evaluation) == (None, "too few tokens")
     assert "experts of 1 block in grouped products, of 1 block one by one for some batches in evaluation (too few" in (
@@ -572,7 +568,7 @@ def saved_bytes(grouped: GroupedExperts, of_tokens: bool = True) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        assert grouped(tokens(COUNTS["even"]).requires_grad_(of_tokens), copied(COUNTS["even"])) is not None
+        assert called(grouped, tokens(COUNTS["even"]).requires_grad_(of_tokens), copied(COUNTS["even"])) is not None
     return sum(kept.values())
 
 
@@ -622,14 +618,14 @@ def test_grouped_experts_compute_what_they_compute_one_by_one_on_a_gpu(kept: str
     grouped = GroupedExperts(fp8)
     counts = COUNTS["ragged"]
 
-    def run(each: GroupedExperts | None) -> list[torch.Tensor]:
+    def on_gpu(each: GroupedExperts | None) -> list[torch.Tensor]:
         x = tokens(counts).to(device).requires_grad_()
         fp8.zero_grad()
-        y = run_experts(x, copied(counts, device), fp8, [0.5] * EXPERTS, each)
+        y = run(x, copied(counts, device), fp8, each, 0.5)
         y.backward(torch.ones_like(y))
         return [value.detach().float() for value in (y, x.grad, *(each.grad for each in fp8.parameters()))]
 
-    one_by_one, found = run(None), run(grouped)
+    one_by_one, found = on_gpu(None), on_gpu(grouped)
     assert grouped.why_one_by_one is None
     assert_near(found, one_by_one, 0.12)
 
@@ -637,10 +633,10 @@ def test_grouped_experts_compute_what_they_compute_one_by_one_on_a_gpu(kept: str
 def test_transforms_of_torch_func_are_refused() -> None:
     """In them the function of autograd behind the products would be passed by."""
     made = experts()
-    grouped, counts = GroupedExperts(made, always=True), HostCopy(torch.tensor(COUNTS["even"]))
+    grouped, counts = GroupedExperts(made), HostCopy(torch.tensor(COUNTS["even"]))
 
     def of(tokens: torch.Tensor) -> torch.Tensor:
-        return run_experts(tokens, counts, made, grouped=grouped).float().sum()
+        return run(tokens, counts, made, grouped).float().sum()
 
     tokens = torch.randn(64, HIDDEN).bfloat16()
     of(tokens)
