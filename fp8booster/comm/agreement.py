@@ -28,57 +28,23 @@ same names, on the same store, which number calls anew.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import threading
 import warnings
-import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
+
+from fp8booster.mailbox import LeftKeys
 
 PATIENCE = timedelta(seconds=10)
 """How long a blocking call that is new waits for the other ranks before it sends."""
 
 _AGREED = "agreed"
 _KEYS = ("first", "came", "verdict", "read")
-
-
-class LeftKeys:
-    """The keys of a store that are to be deleted when a group ends, unless that was done before."""
-
-    def __init__(self, group: dist.ProcessGroup, store: dist.Store) -> None:
-        self.keys: set[str] = set()
-        self._store = store
-        _left.setdefault(group, []).append(self)
-
-    def delete(self) -> None:
-        """Delete them; the store's host may have gone."""
-        with contextlib.suppress(RuntimeError):  # another rank, which had the store, ended before
-            for key in self.keys:
-                self._store.delete_key(key)
-
-
-_left: weakref.WeakKeyDictionary[dist.ProcessGroup, list[LeftKeys]] = weakref.WeakKeyDictionary()
-
-
-def _deleting_keys(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def end(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        for left in _left.pop(group, ()):
-            left.delete()
-        return method(group, *args, **kwargs)
-
-    return end
-
-
-# `destroy_process_group` goes through these for each group, by whatever name a program imported it
-for _name in ("shutdown", "abort"):
-    setattr(dist.ProcessGroup, _name, _deleting_keys(getattr(dist.ProcessGroup, _name)))
 
 
 class GroupCalls:

@@ -12,15 +12,16 @@ import platform
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_process_group_store
 
 from fp8booster.files import cache_folder, write_whole
+from fp8booster.mailbox import Mailbox
+from fp8booster.reading import first_of
 from fp8booster.version import __version__
 
 INSIDE_A_NODE = "inside a node"
@@ -31,6 +32,9 @@ BY_NODES = "between nodes, by nodes"
 
 VARIABLE = "FP8BOOSTER_LINKS"
 """The environment variable with the file's path; empty: no file is read."""
+
+PATIENCE = 1800.0
+"""Seconds that the ranks have to come, as long as gloo lets them."""
 
 NEVER = sys.maxsize
 """The threshold of a collective that takes no less time in FP8 at any size."""
@@ -118,20 +122,18 @@ def own_node() -> tuple[int, int]:
 
 def agree_on_links(world: dist.ProcessGroup) -> Links:
     """Return what rank 0 reads, with the nodes of all; all ranks of the group of all call it."""
-    store = dist.PrefixStore("fp8booster links", _get_process_group_store(world))
-    store.set(f"node of {world.rank()}", str(own_node()[0]))
-    if world.rank() == 0:
-        keys = [f"node of {rank}" for rank in range(world.size())]
-        found = replace(_read(file_of_links()), first_ranks=[int(first) for first in map(store.get, keys)])
-        for key in keys:
-            store.delete_key(key)
-        store.set("found", json.dumps(asdict(found)))
-    else:
-        found = Links(**json.loads(store.get("found")))
-    # the last deletes the keys: another group of all ranks may have the same store
-    if store.add("read", 1) == world.size():
-        store.delete_key("found")
-        store.delete_key("read")
+    box, first = Mailbox(world, "links"), own_node()[0]
+    if box.rank:
+        box.leave("node", first)
+        return cast(Links, box.read_answer("node", PATIENCE))
+    others, absent = box.collect("node", PATIENCE)
+    if absent:
+        raise RuntimeError(
+            f"rank {first_of(list(map(str, absent)))} did not come within {PATIENCE:g} s to agree on the thresholds of "
+            "FP8 messages; let all ranks begin training, and look into the logs of those that do not"
+        )
+    found = replace(_read(file_of_links()), first_ranks=[first, *others.values()])
+    box.answer("node", found)
     return found
 
 

@@ -12,10 +12,8 @@ step went bad.
 from __future__ import annotations
 
 import itertools
-import pickle
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -29,14 +27,15 @@ from fp8booster.kernels.code_statistics import MomentSample, SumSample, activati
 from fp8booster.kernels.device import is_captured
 from fp8booster.kernels.group_codes import GroupCodes
 from fp8booster.kernels.message_layout import MessageLayout, side_by_side
+from fp8booster.mailbox import Mailbox
 from fp8booster.monitor.scales import FORMAT_NAMES, MOMENTS, SAVED, SUM, Key, Totals, merged, row_of
 from fp8booster.monitor.sinks import Sink
 from fp8booster.monitor.watchdog import Warnings, Watchdog
 from fp8booster.reading import first_of
 from fp8booster.tensor import QuantizedMatrix
 
-PATIENCE = timedelta(seconds=120)
-"""How long rank 0 waits for what another rank has sampled in a step that it has taken."""
+PATIENCE = 120.0
+"""Seconds that rank 0 waits for what another rank has sampled in a step that it has taken."""
 
 _made = itertools.count()
 
@@ -101,8 +100,10 @@ class Recorder:
         self._saved: list[tuple[int, torch.Tensor]] = []
         self._copied: _Copied | None = None
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        # keys of the store outlive a recording, so each has a number, alike on all ranks
-        self._number = next(_made)
+        # recordings have numbers, alike on all ranks
+        name = f"scales {next(_made)}"
+        self.box = None if self.ranks == 1 else Mailbox(dist.distributed_c10d._get_default_group(), name, deletes=False)
+        """Through which ranks give the first one their figures."""
         if self.rank == 0:
             held = [sink.begin(dict(header), done) for sink in self._sinks]
             # what was warned of before a run was resumed is known, and each weight's course
@@ -216,7 +217,7 @@ class Recorder:
         self.seen = []
         self.step += 1
 
-    def close(self, patience: timedelta = PATIENCE) -> None:
+    def close(self, patience: float = PATIENCE) -> None:
         """Write the sample that is on its way; a step that is not over is left out."""
         self._write_copied(patience)
         self._sampled, self._saved, self.seen = [], [], []
@@ -243,7 +244,7 @@ class Recorder:
             copied.tables.append(table)
         return copied
 
-    def _write_copied(self, patience: timedelta) -> None:
+    def _write_copied(self, patience: float) -> None:
         copied, self._copied = self._copied, None
         if copied is None:
             return
@@ -262,47 +263,18 @@ class Recorder:
             for sentence in self._warnings.of(written):
                 self._warn(sentence)
 
-    def _of_all_ranks(self, step: int, own: dict[Key, Totals], patience: timedelta) -> list[Mapping[Key, Totals]]:
+    def _of_all_ranks(self, step: int, own: dict[Key, Totals], patience: float) -> list[Mapping[Key, Totals]]:
         """Return the totals of each rank, on rank 0."""
-        if self.ranks == 1:
+        if self.box is None:
             return [own]
-        store, key = self.store(), f"step{step}/"
         if self.rank:
-            put(store, f"{key}{self.rank}", {name: tuple(totals) for name, totals in own.items()})
+            self.box.leave(step, {name: tuple(totals) for name, totals in own.items()})
             return []
-        everyone: list[Mapping[Key, Totals]] = [own]
-        late = []
-        for rank in range(1, self.ranks):
-            try:
-                store.wait([f"{key}{rank}"], patience)
-            except RuntimeError:  # each store has another for it
-                late.append(str(rank))
-                # all sampled the same step: who comes now has had as long
-                patience = timedelta(seconds=1)
-                continue
-            everyone.append({name: Totals(*values) for name, values in take(store, f"{key}{rank}").items()})
-            # the store lives as long as the run, and would grow with each sample
-            store.delete_key(f"{key}{rank}")
+        others, late = self.box.collect(step, patience)
         if late:
-            self._warn(f"The records of step {step} lack what rank {first_of(late)} sampled, which did not come.")
-        return everyone
-
-    def store(self) -> dist.Store:
-        """Return the store through which ranks give rank 0 their totals."""
-        # not a group's collective: GPU ranks have none for objects that leaves the device alone
-        from torch.distributed.distributed_c10d import _get_default_store
-
-        return dist.PrefixStore(f"fp8booster/scales{self._number}", _get_default_store())
-
-
-def put(store: dist.Store, key: str, value: object) -> None:
-    """Leave a value for other ranks."""
-    store.set(key, pickle.dumps(value))  # type: ignore[arg-type] # the annotation knows text alone
-
-
-def take(store: dist.Store, key: str) -> Any:
-    """Return the value that another rank left by `put`."""
-    return pickle.loads(store.get(key))
+            ranks = first_of(list(map(str, late)))
+            self._warn(f"The records of step {step} lack what rank {ranks} sampled, which did not come.")
+        return [own, *({name: Totals(*values) for name, values in each.items()} for each in others.values())]
 
 
 def _stream(made: torch.Tensor) -> torch.cuda.Stream | None:

@@ -7,11 +7,10 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ from fp8booster.kernels.blockwise_cast import scales_of_groups
 from fp8booster.kernels.code_statistics import MomentSample, SumSample
 from fp8booster.kernels.device import is_captured
 from fp8booster.kernels.group_codes import GroupCodes
-from fp8booster.monitor.recorder import PATIENCE, Recorder, put, take, warn
+from fp8booster.monitor.recorder import PATIENCE, Recorder, warn
 from fp8booster.monitor.sinks import KIND, Sink, sinks_of
 from fp8booster.monitor.watchdog import Watchdog, remedy_of_nonfinite
 from fp8booster.nn.convert import linear_layers
@@ -177,7 +176,7 @@ class Recording:
         """Write what is on its way, and leave the model as it was. The step that is not over is not recorded."""
         self._end(PATIENCE)
 
-    def _end(self, patience: timedelta) -> None:
+    def _end(self, patience: float) -> None:
         if self._closed:
             return
         self._closed = True
@@ -194,7 +193,7 @@ class Recording:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         # after an error others may never come
-        self._end(PATIENCE if kind is None else timedelta(seconds=5))
+        self._end(PATIENCE if kind is None else 5.0)
 
     def _note_saved(self, values: torch.Tensor, codes: GroupCodes) -> None:
         if not (torch.compiler.is_compiling() or _is_in_backward()):
@@ -224,20 +223,17 @@ class Recording:
 
     def _first_of_ranks(self) -> _Finding | None:
         own = self._first()
-        if self._recorder.ranks == 1:
+        box, key = self._recorder.box, f"not finite {next(self._searches)}"
+        if box is None:
             return own
-        store, rank, number = self._recorder.store(), self._recorder.rank, next(self._searches)
-        verdict, key = f"bad{number}/verdict", f"bad{number}/"
-        if rank:
-            put(store, f"{key}{rank}", own)
-            store.wait([verdict], PATIENCE)
-            return take(store, verdict)
-        store.wait([f"{key}{other}" for other in range(1, self._recorder.ranks)], PATIENCE)
+        if box.rank:
+            box.leave(key, own)
+            return cast("_Finding | None", box.read_answer(key, PATIENCE))
         # once all have told: rank 0 must not decide without the rank that broke first
-        every = [own, *(take(store, f"{key}{other}") for other in range(1, self._recorder.ranks))]
+        others, _ = box.collect(key, PATIENCE)
         # rank 0 decides, so that all ranks name the same tensor
-        first = min((each for each in every if each is not None), default=None)
-        put(store, verdict, first)
+        first = min((each for each in (own, *others.values()) if each is not None), default=None)
+        box.answer(key, first)
         return first
 
     def _first(self) -> _Finding | None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import fp8booster.comm as comm
+from fp8booster import mailbox
 from fp8booster.comm import links, threshold
 from fp8booster.comm.links import BETWEEN_NODES, BY_NODES, ESTIMATED, INSIDE_A_NODE, KINDS, NEVER, REDUCTIONS, VARIABLE
 from fp8booster.comm.threshold import MINIMUM_BYTES, ON_THE_CPU, minimum_bytes, use_links
@@ -118,7 +119,7 @@ def takes_again(folder: str) -> list[str]:
     Torch's own keys are apart: a rank may take an address for one of now that another left before.
     """
     store, rank, size = next(dist.rendezvous("env://"))
-    links._get_process_group_store = lambda group: store
+    mailbox._get_process_group_store = lambda group: store
     found = []
     for name in ("first", "second"):
         dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=size)

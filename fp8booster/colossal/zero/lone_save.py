@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -12,23 +11,18 @@ import torch.distributed as dist
 from colossalai.checkpoint_io import CheckpointIO
 from torch import nn
 
-from fp8booster.comm.agreement import LeftKeys
+from fp8booster.mailbox import Mailbox
 from fp8booster.reading import first_of
 
 PATIENCE = 30.0
 """Seconds that the first rank of a group waits for the others."""
 
-# short beside a save, and long enough that the store is not flooded
-_LOOK = 0.02  # seconds between looks
-
 
 class _Saves:
-    """Counts the saves of a group that this rank took part in, and keeps what it left in the store of all."""
+    """The saves of a group that this rank took part in."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.count = 0
-        self.store = dist.distributed_c10d._get_default_store()
-        self.left = LeftKeys(group, self.store)
+        self.box, self.count = Mailbox(group, "saves"), 0
 
 
 _saves: weakref.WeakKeyDictionary[dist.ProcessGroup, _Saves] = weakref.WeakKeyDictionary()
@@ -65,36 +59,18 @@ def require_all_ranks(group: dist.ProcessGroup) -> None:
     Raises:
         RuntimeError: on the first rank, where another has not called it within `PATIENCE` seconds.
     """
-    ranks = dist.get_process_group_ranks(group)
-    own = dist.get_rank()
     saves = _saves.get(group)
     if saves is None:
         saves = _saves[group] = _Saves(group)
-    store = saves.store
-    keys = {rank: f"fp8booster/{group.group_name}/{saves.count}/{rank}" for rank in ranks[1:]}
-    # a key in the store and no collective: that would make the others wait until the first rank comes
-    if own in keys:
-        saves.left.keys.add(keys[own])
-        store.set(keys[own], "")
-    elif absent := _absent(store, keys):
+    # no collective: that would make the others wait until the first rank comes
+    if saves.box.rank:
+        saves.box.leave(saves.count)
+    elif absent := saves.box.collect(saves.count, PATIENCE)[1]:
+        first, *others = dist.get_process_group_ranks(group)
+        late = [str(others[rank - 1]) for rank in absent]
         raise RuntimeError(
-            f"rank {own} saves a model and rank{'s' * (len(absent) > 1)} {first_of(absent)} did not join it within "
+            f"rank {first} saves a model and rank{'s' * (len(late) > 1)} {first_of(late)} did not join it within "
             f"{PATIENCE:g} s; with FP8 communication each rank holds a part of the weights, so call "
             "booster.save_model on every rank"
         )
-    else:
-        # the store lives as long as the job, and each save would leave keys in it
-        for key in keys.values():
-            store.delete_key(key)
     saves.count += 1
-
-
-def _absent(store: dist.Store, keys: dict[int, str]) -> list[str]:
-    """The ranks whose keys are not set when patience is over."""
-    deadline = time.monotonic() + PATIENCE
-    # not store.wait, which would hold the connection that other threads of this process use
-    while not store.check(list(keys.values())):
-        if time.monotonic() > deadline:
-            return [str(rank) for rank, key in keys.items() if not store.check([key])]
-        time.sleep(_LOOK)
-    return []

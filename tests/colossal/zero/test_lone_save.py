@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from fp8booster import mailbox
 from fp8booster.colossal.zero import lone_save
 from fp8booster.colossal.zero.lone_save import require_all_ranks, saved_by_every_rank
 
@@ -16,52 +17,40 @@ RANKS = {"data": [2, 5, 7], "other": [2, 5]}
 
 
 @dataclass(frozen=True)
-class SimpleGroup:
-    """A process group by its name."""
+class Group:
+    """A process group, as one of its ranks has it."""
 
-    group_name: str
+    name: str
+    own: int
 
+    def rank(self) -> int:
+        return RANKS[self.name].index(self.own)
 
-class Store(dict):
-    """As torch's."""
-
-    def set(self, key: str, value: str) -> None:
-        assert key not in self
-        self[key] = value
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self for key in keys)
-
-    def delete_key(self, key: str) -> None:
-        del self[key]
+    def size(self) -> int:
+        return len(RANKS[self.name])
 
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What makes this process one rank or another, each with counts of its own."""
-    store, counts, now = Store(), {rank: {} for rank in (2, 5, 7)}, {"rank": 2}
-    groups = {name: SimpleGroup(name) for name in RANKS}
-    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: RANKS[group.group_name])
-    monkeypatch.setattr(dist, "get_rank", lambda: now["rank"])
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
-    monkeypatch.setattr(lone_save, "LeftKeys", lambda group, store: SimpleNamespace(keys=set()))
+    """What makes this process one rank or another, each with counts of its own, and tells how many keys there are."""
+    stores = {name: dist.HashStore() for name in RANKS}
+    groups = {(name, rank): Group(name, rank) for name, own in RANKS.items() for rank in own}
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: RANKS[group.name])
+    monkeypatch.setattr(mailbox, "_get_process_group_store", lambda group: stores[group.name])
     monkeypatch.setattr(lone_save, "PATIENCE", 0.05)
-
-    def call(rank: int, group: str = "data") -> None:
-        now["rank"] = rank
-        monkeypatch.setattr(lone_save, "_saves", counts[rank])
-        require_all_ranks(groups[group])
-
-    return SimpleNamespace(call=call, store=store)
+    return SimpleNamespace(
+        call=lambda rank, group="data": require_all_ranks(groups[group, rank]),
+        keys=lambda: sum(store.num_keys() for store in stores.values()),
+    )
 
 
 def test_the_first_rank_goes_on_when_all_have_come_and_leaves_nothing(ranks: Any) -> None:
     for _ in range(3):
         for rank in (7, 5):
             ranks.call(rank)
-        assert len(ranks.store) == 2
+        assert ranks.keys() == 2
         ranks.call(2)
-        assert ranks.store == {}
+        assert ranks.keys() == 0
 
 
 def test_ranks_may_be_saves_ahead_and_in_several_groups(ranks: Any) -> None:
@@ -69,11 +58,11 @@ def test_ranks_may_be_saves_ahead_and_in_several_groups(ranks: Any) -> None:
         for rank in (5, 7):
             ranks.call(rank)
         ranks.call(5, "other")
-    assert len(ranks.store) == 6
+    assert ranks.keys() == 6
     for _ in range(2):
         ranks.call(2)
         ranks.call(2, "other")
-    assert ranks.store == {}
+    assert ranks.keys() == 0
 
 
 @pytest.mark.parametrize(
