@@ -88,6 +88,16 @@ def _name_types_where_weights_are_lazy() -> None:
     assert (torch.LongTensor, torch.FloatTensor) == tensors
 
 
+def _write_a_lazy_tensor_into_another() -> None:
+    from colossalai.lazy import LazyInitContext
+
+    with LazyInitContext():
+        read, written = torch.ones(3), torch.zeros(3)
+        written.copy_(read)
+        written.add_(written).sub_(other=read)
+    assert written.materialize().tolist() == read.materialize().tolist() == [1.0] * 3
+
+
 def _ask_for_hccl() -> None:
     from colossalai.pipeline import p2p
 
@@ -313,6 +323,7 @@ SYMPTOMS = {
     "streams_have_queues_of_their_own": Symptom(_look_at_connections, "share one queue"),
     "quantized_lora_names_bitsandbytes": Symptom(_quantize_without_bitsandbytes, "NameError"),
     "lazy_constructors_are_types": Symptom(_name_types_where_weights_are_lazy, "unsupported operand type"),
+    "lazy_tensors_are_read_without_being_written": Symptom(_write_a_lazy_tensor_into_another, "RecursionError"),
     "hccl_is_unavailable": Symptom(_ask_for_hccl, "is_hccl_available"),
     "ranks_of_a_node_are_counted": Symptom(_count_ranks_of_a_node, "KeyError('LOCAL_WORLD_SIZE')"),
     "cpu_accelerator_is_complete": Symptom(_use_the_accelerator, "not supported for cpu accelerator"),

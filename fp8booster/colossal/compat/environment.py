@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 from fp8booster.colossal.compat.registry import Kind, Replacements, patch, wrap
 from fp8booster.colossal.sharding import SHARDED_TRANSFORMERS
@@ -150,6 +151,26 @@ def lazy_constructors_are_types(upstream: Callable, overwrites: dict[str, tuple[
     """
     classes = {name: (_Constructor(new, old), old) for name, (new, old) in overwrites.items() if isinstance(old, type)}
     upstream(overwrites | classes)
+
+
+@wrap("lazy.lazy_init:LazyTensor.__torch_function__", "316", "transformers >= 5, whose models write buffers so")
+def lazy_tensors_are_read_without_being_written(
+    upstream: Callable, func: Callable, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+) -> Any:
+    """Without it `a.copy_(b)` counts as done to `b` too where both are lazy, and materialize raises RecursionError.
+
+    `a.add_(a)` counts as done twice.
+    """
+    named = dict(kwargs or {})  # of this call alone, by which it is known again
+    made = upstream(func, types, args, named)
+    written = next(iter((*args, *named.values())), None)
+    for each in tree_leaves((args, named)):
+        noted, changes = getattr(each, "_op_buffer", ()), []
+        while noted and noted[-1][2] is named:
+            changes.append(noted.pop())
+        if changes and each is written:
+            noted.append(changes[0])
+    return made
 
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"

@@ -71,7 +71,7 @@ class Replacements:
         Args:
             module: where the target is.
             target: such as "function" or "Class.method".
-            function: its first argument is what it replaces, of a method unbound.
+            function: its first argument is what it replaces: of a method unbound, of a method of the class bound.
         """
         owner_name, _, name = target.rpartition(".")
         owner = getattr(module, owner_name) if owner_name else module
@@ -85,8 +85,11 @@ class Replacements:
             self.set_function(module, name, call)
         else:
             # looked up without binding: as a plain function a static method would be given `self`
-            is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
-            self.set(owner, name, staticmethod(call) if is_static else call)
+            known = inspect.getattr_static(owner, name)
+            if isinstance(known, classmethod):  # bound already
+                self.set(owner, name, classmethod(lambda cls, *args, **kwargs: call(*args, **kwargs)))
+            else:
+                self.set(owner, name, staticmethod(call) if isinstance(known, staticmethod) else call)
 
     def set_item(self, mapping: MutableMapping[str, Any], key: str, value: Any) -> None:
         """Set an entry, as of `os.environ` or `sys.modules`; None takes it away."""
