@@ -26,7 +26,7 @@ from fp8booster.scaling import INPUT, OUTPUT_GRADIENT, WEIGHT, Constant, Delayed
 from fp8booster.scaling import delayed as module
 from fp8booster.scaling.steps import note_step
 from tests.kernels.matrices import same
-from tests.nn.experts.test_experts import experts, tokens
+from tests.nn.experts.test_experts import called, experts, tokens
 from tests.nn.experts.test_fp8_experts import HIDDEN, Experts
 from tests.nn.fused.models import batch, build
 from tests.nn.reference import count_calls
@@ -160,12 +160,12 @@ def test_what_backward_makes_again_is_scaled_as_in_forward() -> None:
 
 def test_grouped_experts_keep_histories_of_each_product() -> None:
     counts = [[16, 16, 16, 16]]
-    grouped = GroupedExperts(experts(DELAYED), always=True)
+    grouped = GroupedExperts(experts(DELAYED))
     held = convert_to_fp8(nn.Sequential(Experts().bfloat16()), FP8Config(scaling="delayed", always=True, emulate=True))
     x = torch.randn(40, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
     note_step()  # until the first, weights are cast after each backward
     for _ in range(3):
-        grouped(tokens(counts).requires_grad_(), HostCopy(torch.tensor(counts))).sum().backward()
+        called(grouped, tokens(counts).requires_grad_(), HostCopy(torch.tensor(counts))).sum().backward()
         held[0](x, torch.arange(80).view(40, 2) % 4, torch.ones(40, 2, dtype=torch.bfloat16)).sum().backward()
         note_step()
     for casts in (*grouped.fp8_casts.values(), *held[0].fp8_casts.values()):
