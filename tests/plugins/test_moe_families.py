@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from fp8booster import FP8Config, report
+from fp8booster.nn.experts import fp8_experts
+from fp8booster.nn.experts.grouped import GroupedExperts
 from fp8booster.nn.experts.spread import spread_of
 from tests.colossal.hybrid.runs import HybridRun, start
 from tests.distributed import ranks, shared_folder
@@ -90,6 +93,20 @@ def test_losses_are_those_of_one_rank(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_losses_are_those_of_one_rank_on_four(family: str, ep_size: int) -> None:
     assert_learns_as_alone(family, ep_size)
+
+
+@ranks(4)
+def test_ranks_send_and_reduce_gradients_in_one_order_whatever_their_rows() -> None:
+    """Ranks 0 and 1 share experts, and 2 and 3; 0 and 2 reduce gradients of theirs, and 1 and 3."""
+    few = dist.get_rank() in (1, 2)
+    mixture = plugin(2, **IN_FP8)
+    mixture.zero_config["reduce_bucket_size"] = 2000  # reduced on the way back, before the gradients of other weights
+    run = start(mixture, tiny_mixture("Qwen3-MoE"), lr=1e-2)
+    with (
+        mock.patch.object(GroupedExperts, "_why_slower", return_value="few" if few else None),
+        mock.patch.object(fp8_experts, "pays", return_value=not few),
+    ):
+        learned(run, 1)
 
 
 def written(folder: str) -> dict[str, torch.Tensor]:

@@ -32,6 +32,7 @@ from fp8booster.nn.experts.stack import (
     WeightStack,
     of_parameter,
     pays,
+    rows_that_decide,
     run_stacks,
     why_not_bf16,
     why_not_stacked,
@@ -206,7 +207,7 @@ class FP8Experts(FP8Module):
 
     def run(self, rows: torch.Tensor | FP8Rows, counts: HostCopy, factor: float) -> torch.Tensor:
         """Compute the experts of this rank, where they are spread over ranks: a `spread.Run`."""
-        if not self.runs_on(read_of(rows), len(rows)):
+        if not self.runs_on(read_of(rows), rows_that_decide(len(rows))):
             return self._as_written("run", rows, counts, factor)
         layout = RowLayout.of_senders(counts.on_device, len(rows))
         owners = owners_of(counts.on_device, len(rows)).unsqueeze(1) if self.has_bias else None
@@ -232,8 +233,8 @@ class FP8Experts(FP8Module):
         views = {name: parameter.view_as(parameter) for name in self.fp8_weights for parameter in [getattr(self, name)]}
         return run_with(compute, self, views, *args, **kwargs)
 
-    def runs_on(self, tokens: torch.Tensor, rows: float) -> bool:
-        """Tell whether so many rows in all, made of tokens, are computed in FP8; the report says why not."""
+    def runs_on(self, tokens: torch.Tensor, rows: float | None) -> bool:
+        """Tell whether so many rows in all, or any, made of tokens, are computed in FP8; the report says why not."""
         reason = self._why_not_now(tokens, rows)
         if reason is not None:
             self._fp8_reasons[reason] = None
@@ -253,7 +254,7 @@ class FP8Experts(FP8Module):
         """Return why the code of the module's class must run now; None: it need not."""
         return why_own_code(self)
 
-    def _why_not_now(self, tokens: torch.Tensor, rows: float) -> str | None:
+    def _why_not_now(self, tokens: torch.Tensor, rows: float | None) -> str | None:
         """Return why not on these tokens."""
         up, down = (getattr(self, name) for name in self.fp8_weights)
         if (reason := self._why_own_code()) is not None:
@@ -266,7 +267,7 @@ class FP8Experts(FP8Module):
         inputs, outputs = sizes if self.is_transposed else reversed(sizes)
         # in evaluation few tokens need few of the experts, and a cast is of all
         count, always = (experts if self.training else 0), self.fp8_weights[_DOWN].always
-        if pays(self.fp8_config, count, rows, (inputs, outputs), up.device, always=always):
+        if rows is None or pays(self.fp8_config, count, rows, (inputs, outputs), up.device, always=always):
             return None
         return "too few tokens"
 

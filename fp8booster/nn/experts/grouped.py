@@ -30,6 +30,7 @@ from fp8booster.nn.experts.stack import (
     StackCopy,
     WeightStack,
     pays,
+    rows_that_decide,
     run_stacks,
     weights_of_call,
     why_not_bf16,
@@ -150,8 +151,8 @@ class GroupedExperts:
             tokens: whose rows it will be given.
             rows: about so many. Where these would run as one, FP8 weights are looked up.
         """
-        looked, layers = self._look(tokens), None
-        if looked is not None and not looked.look.is_transient and self._why_not(looked, rows) is None:
+        looked, layers, about = self._look(tokens), None, rows_that_decide(rows)
+        if looked is not None and not looked.look.is_transient and self._why_not(looked, about) is None:
             layers = self._layers(looked, tokens)
             layers.up.look_up(tokens)  # those of down, while the GPU multiplies by these
         return partial(self._by_senders, looked, layers)
@@ -164,7 +165,7 @@ class GroupedExperts:
         counts: HostCopy,
         factor: float,
     ) -> torch.Tensor | None:
-        if looked is None or not self._runs_on(looked, len(tokens)):
+        if looked is None or not self._runs_on(looked, rows_that_decide(len(tokens))):
             return None
         layout = RowLayout.of_senders(counts.on_device, len(tokens))
         return self._computed(looked, layers, tokens, layout, factor)
@@ -199,8 +200,8 @@ class GroupedExperts:
             reason = "an engine keeps the FP8 weights of some of the layers alone"
         return _Looked(look, bool(provided), filled, reason or self._why_not_of(look, tokens))
 
-    def _runs_on(self, looked: _Looked, rows: float) -> bool:
-        """Tell whether so many rows are computed in grouped products; the report says why not."""
+    def _runs_on(self, looked: _Looked, rows: float | None) -> bool:
+        """Tell whether so many rows are computed in grouped products, or any; the report says why not."""
         reason = self._why_not(looked, rows)
         if reason is not None:
             self.note(reason)
@@ -259,11 +260,13 @@ class GroupedExperts:
         """Let the casts be those of layers with a configuration."""
         self.fp8_casts = {name: casts.under(config) for name, casts in (self.fp8_casts or _casts(config)).items()}
 
-    def _why_not(self, looked: _Looked, rows: float) -> str | None:
-        """Return why the experts do not run as one on so many rows."""
+    def _why_not(self, looked: _Looked, rows: float | None) -> str | None:
+        """Return why the experts do not run as one on so many rows, or on any."""
         # transient weights are gathered, and their gradients reduced, in one order on all ranks, whatever the rows of
         # each
-        return looked.why_not or (None if looked.look.is_transient else self._why_slower(looked.look, rows))
+        if looked.why_not is not None or rows is None or looked.look.is_transient:
+            return looked.why_not
+        return self._why_slower(looked.look, rows)
 
     def _why_not_of(self, look: Look, tokens: torch.Tensor) -> str | None:
         """Return why the experts do not run as one on rows of these tokens, though they can on some."""

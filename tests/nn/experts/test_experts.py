@@ -395,6 +395,7 @@ def test_one_expert_is_not_a_group() -> None:
     assert called(grouped, tokens([[5]]), [[5]]) is None
 
 
+@torch.no_grad()
 def test_the_number_of_tokens_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     fp8 = experts()
     counts = COUNTS["even"]
@@ -409,6 +410,16 @@ def test_the_number_of_tokens_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     assert grouped.why_one_by_one == "one by one is faster for so many tokens"
 
 
+def test_where_there_is_a_backward_no_number_of_rows_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts that are spread over ranks get other numbers on each of them."""
+    monkeypatch.setattr(module, "ONE_BY_ONE_FROM", 0)
+    grouped = GroupedExperts(experts())
+    assert called(grouped, tokens(COUNTS["even"]), copied(COUNTS["even"])) is not None
+    with torch.no_grad():
+        assert called(grouped, tokens(COUNTS["even"]), copied(COUNTS["even"])) is None
+
+
+@torch.no_grad()
 def test_few_experts_of_few_tokens_are_left_to_their_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = count_calls(monkeypatch, speed_model, "fp8_pays")
     fp8, counts = experts(FP8Config()), COUNTS["even"]
@@ -514,6 +525,7 @@ def test_values_that_were_written_unseen_are_read_after_a_call_of_eval() -> None
         assert torch.equal(after, called(GroupedExperts(fp8), tokens(COUNTS["even"]), copied(COUNTS["even"])))
 
 
+@torch.no_grad()
 def test_few_tokens_in_evaluation_run_one_by_one_as_the_report_says(monkeypatch) -> None:
     monkeypatch.setattr(stack, "computes_in_fp8", lambda config, rows, *_: rows > 10)
     monkeypatch.setattr(stack, "EXPERTS_THAT_PAY", EXPERTS)
