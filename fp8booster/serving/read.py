@@ -126,7 +126,8 @@ def load_frozen(
             if any(part in shards for part in names.of.get(name, ())):
                 raise ValueError(
                     f"{folder} holds the experts of {name} one by one, and this version of transformers as one "
-                    "parameter, which cannot be frozen; load it without frozen, or with transformers 4.51."
+                    "parameter, which cannot be frozen; load it without frozen (--precision bf16), or with "
+                    "transformers 4.51."
                 )
             raise ValueError(f"{folder} lacks {name}; copy the model again.")
         tensor = shards.tensor(there)

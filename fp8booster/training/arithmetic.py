@@ -76,9 +76,14 @@ def token_flops(model: Any, sequence: int) -> TokenFlops:
     return TokenFlops(products, frozenset(frozen), _attention(config, sequence))
 
 
+def experts_of(config: Any) -> int | None:
+    """Return how many experts a config gives each of its mixtures; None: it names none."""
+    return next((count for name in _EXPERTS if (count := getattr(config, name, None))), None)
+
+
 def _chosen(config: Any) -> float:
     """The share of experts that a token goes through."""
-    count = next((count for name in _EXPERTS if (count := getattr(config, name, None))), None)
+    count = experts_of(config)
     chosen = getattr(config, "num_experts_per_tok", None)
     if count is None or chosen is None:
         raise ValueError(

@@ -81,6 +81,8 @@ class Parallel:
             raise ValueError(f"--zero is {self.zero}; --plugin {self.plugin} takes {allowed}")
         if self.pp > 1 and self.zero == 2:
             raise ValueError("--zero is 2 and --pp more than 1; a pipeline goes with --zero 0 or 1")
+        if self.ep > 1 and self.zero == 0:
+            raise ValueError("--zero is 0 and --ep more than 1; experts on several ranks go with --zero 1")
 
     def _check_sequence_parallelism(self) -> None:
         if self.sp_mode is None:

@@ -18,6 +18,7 @@ from fp8booster.training.parallel import Parallel
         ({"plugin": "hybrid", "pp": 2, "micro_batches": 2, "zero": 2}, "goes with --zero 0 or 1"),
         ({"zero": 0}, "--zero is 0; --plugin low_level_zero takes 1 or 2"),
         ({"plugin": "fsdp", "zero": 1}, "--plugin fsdp takes none: leave it out"),
+        ({"plugin": "moe", "ep": 2, "zero": 0}, "experts on several ranks go with --zero 1"),
         ({"plugin": "hybrid", "sp": 2}, "--sp needs --sp-mode"),
         ({"plugin": "gemini", "sp_mode": "ring"}, "gemini takes no --sp-mode; hybrid does"),
         ({"plugin": "hybrid", "sp_mode": "ulysses"}, "--sp-mode is 'ulysses'; use one of split_gather"),

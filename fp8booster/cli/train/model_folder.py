@@ -17,6 +17,7 @@ from fp8booster.serving.read import load_frozen, load_model, random_frozen
 from fp8booster.serving.shards import weights_of
 from fp8booster.serving.stored import StoredModel, forget_quantization, is_in_fp8
 from fp8booster.training.adapters import ADAPTER_FILE
+from fp8booster.training.arithmetic import experts_of
 from fp8booster.training.models import MODELS, SIZES, build, model_of_config, prepared
 from fp8booster.training.parallel import Parallel
 
@@ -254,7 +255,17 @@ def require_model(model: str, count: int | None) -> None:
 
 
 def require_shareable(config: PretrainedConfig, parallel: Parallel) -> None:
-    """Raise ValueError where the ranks that share a layer cannot divide its attention heads."""
+    """Raise ValueError where the ranks that share a layer cannot divide its attention heads, or its experts."""
+    if parallel.plugin == "moe":
+        experts = experts_of(config)
+        if experts is None and "expert" not in str(config.to_dict()):
+            raise ValueError(
+                "The model has no experts, which --plugin moe spreads; give --plugin low_level_zero or hybrid."
+            )
+        if experts is not None and experts % parallel.ep:
+            raise ValueError(
+                f"The model has {experts} experts, which --ep {parallel.ep} cannot divide; give another --ep."
+            )
     # the other modes of sequence parallelism leave a layer's heads on one rank
     sizes = {"--tp": parallel.tp, "--sp": parallel.sp if parallel.sp_mode == "all_to_all" else 1}
     for flag, ranks in sizes.items():

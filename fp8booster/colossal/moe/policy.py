@@ -40,7 +40,7 @@ class MixturePolicy(Policy):
         if refused:
             raise ValueError(
                 f"{type(self.model).__name__} is spread over ranks by its experts alone, without {refused[0]}; use "
-                "ep_size, tp_size=1 and pp_size=1 with zero_stage=1"
+                "MoeHybridParallelPlugin (--plugin moe) with ep_size, tp_size=1, pp_size=1 and zero_stage=1"
             )
 
     def preprocess(self) -> nn.Module:

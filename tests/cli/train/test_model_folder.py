@@ -256,3 +256,14 @@ def test_experts_are_read_by_the_name_that_transformers_5_writes(tmp_path):
         assert folder_config(str(tmp_path)).num_experts == 8
     _save_config(folder_config(str(tmp_path)), tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["num_experts"] == 8
+
+
+def test_experts_that_ranks_cannot_divide_are_told():
+    from transformers import LlamaConfig, MixtralConfig, Qwen3MoeConfig
+
+    for config in (MixtralConfig(num_local_experts=8), Qwen3MoeConfig(num_experts=8)):
+        require_shareable(config, Parallel(plugin="moe", ep=4))
+        with pytest.raises(ValueError, match="has 8 experts, which --ep 3 cannot divide"):
+            require_shareable(config, Parallel(plugin="moe", ep=3))
+    with pytest.raises(ValueError, match="has no experts, which --plugin moe spreads"):
+        require_shareable(LlamaConfig(), Parallel(plugin="moe"))
