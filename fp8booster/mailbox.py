@@ -1,4 +1,4 @@
-"""What the ranks of a group leave for the first of them, and what it answers, in the group's store.
+"""Passes values of a group's ranks to the first of them, and its answers back, through the group's store.
 
 Not by a collective: that would make ranks wait for each other, and on GPUs none for objects leaves the device alone.
 """
