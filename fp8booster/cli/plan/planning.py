@@ -83,6 +83,9 @@ def make_plan(
     options = dataclasses.replace(options, sequence=sequence, batch=tokens // sequence)
     check_plugin(options)
     options.global_batch(options.nproc)
+    for name, value in (("plugin", options.plugin), ("sp-mode", options.sp_mode)):
+        if value in NEEDS_VALUES:
+            raise ValueError(f"--{name} {value} cannot be planned: {NEEDS_VALUES[value]}")
     require_shareable(planned_config(options), options.parallel)
     if not gpu.blockwise and fp8_config(options.fp8_options, options.level).granularity == "blockwise":
         able = ", ".join(name for name, each in GPUS.items() if each.blockwise)
@@ -90,9 +93,6 @@ def make_plan(
             f"--fp8-option scaling=blockwise needs a Hopper GPU, which {gpu.name} is not; give --gpu {able}, or "
             "scaling=rowwise."
         )
-    for name, value in (("plugin", options.plugin), ("sp-mode", options.sp_mode)):
-        if value in NEEDS_VALUES:
-            raise ValueError(f"--{name} {value} cannot be planned: {NEEDS_VALUES[value]}")
     with warnings.catch_warnings():
         # colossalai, which is imported in here, advertises tensornvme and apex, which training does not need
         warnings.filterwarnings("ignore", message="Please install")
