@@ -74,6 +74,9 @@ def make_plan(
     Raises:
         ValueError, TypeError: options that `fp8booster train` would refuse.
     """
+    for name, value in (("plugin", options.plugin), ("sp-mode", options.sp_mode)):
+        if value in NEEDS_VALUES:
+            raise ValueError(f"--{name} {value} cannot be planned: {NEEDS_VALUES[value]}")
     require_model(options.model, options.checkpointed_layers)
     recipe = gpu_recipe(options.model)
     sequence = options.sequence or recipe.sequence
@@ -83,9 +86,6 @@ def make_plan(
     options = dataclasses.replace(options, sequence=sequence, batch=tokens // sequence)
     check_plugin(options)
     options.global_batch(options.nproc)
-    for name, value in (("plugin", options.plugin), ("sp-mode", options.sp_mode)):
-        if value in NEEDS_VALUES:
-            raise ValueError(f"--{name} {value} cannot be planned: {NEEDS_VALUES[value]}")
     require_shareable(planned_config(options), options.parallel)
     if not gpu.blockwise and fp8_config(options.fp8_options, options.level).granularity == "blockwise":
         able = ", ".join(name for name, each in GPUS.items() if each.blockwise)

@@ -256,12 +256,10 @@ def require_model(model: str, count: int | None) -> None:
 
 def require_shareable(config: PretrainedConfig, parallel: Parallel) -> None:
     """Raise ValueError where the ranks that share a layer cannot divide its attention heads, or its experts."""
-    if parallel.plugin == "moe":
+    if parallel.ep > 1:
         experts = experts_of(config)
         if experts is None and "expert" not in str(config.to_dict()):
-            raise ValueError(
-                "The model has no experts, which --plugin moe spreads; give --plugin low_level_zero or hybrid."
-            )
+            raise ValueError(f"The model has no experts, which --ep {parallel.ep} would spread; leave --ep out.")
         if experts is not None and experts % parallel.ep:
             raise ValueError(
                 f"The model has {experts} experts, which --ep {parallel.ep} cannot divide; give another --ep."

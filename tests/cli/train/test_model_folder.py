@@ -265,5 +265,6 @@ def test_experts_that_ranks_cannot_divide_are_told():
         require_shareable(config, Parallel(plugin="moe", ep=4))
         with pytest.raises(ValueError, match="has 8 experts, which --ep 3 cannot divide"):
             require_shareable(config, Parallel(plugin="moe", ep=3))
-    with pytest.raises(ValueError, match="has no experts, which --plugin moe spreads"):
-        require_shareable(LlamaConfig(), Parallel(plugin="moe"))
+    require_shareable(LlamaConfig(), Parallel(plugin="moe"))
+    with pytest.raises(ValueError, match="has no experts, which --ep 2 would spread; leave --ep out"):
+        require_shareable(LlamaConfig(), Parallel(plugin="moe", ep=2))
