@@ -13,7 +13,6 @@ from benchmarks.harness.timing import let_weights_stay
 from benchmarks.routed.implementations import BASELINE, CONFIG, Candidate, Implementation
 from benchmarks.routed.work import ExpertLayer, Products, uneven_loads
 from fp8booster import convert_to_fp8
-from fp8booster.nn.experts.alike import Look
 from fp8booster.nn.experts.dispatch import run_experts
 from fp8booster.nn.experts.grouped import GroupedExperts
 from fp8booster.nn.experts.host_copy import HostCopy
@@ -109,17 +108,12 @@ class FP8OneByOne(OneByOne):
         fuse_blocks(self.experts)
 
 
-class _AlwaysGrouped(GroupedExperts):
-    def _why_slower(self, look: Look, rows: float) -> None:
-        return None
-
-
 class FP8GroupedWhole(FP8OneByOne):
-    """The same by grouped products, for any number of tokens."""
+    """The same by grouped products, for any number of tokens, as there is a backward."""
 
     def __init__(self, work: WholeWork) -> None:
         super().__init__(work)
-        self.grouped = _AlwaysGrouped(self.experts)
+        self.grouped = GroupedExperts(self.experts)
 
     def products(self) -> Products:
         found = super().products()

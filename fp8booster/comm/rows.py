@@ -134,6 +134,7 @@ def send_rows(
     given = rows if payload is None else rows.view(torch.uint8)
     output = torch.empty(sum(received), given.shape[1], dtype=given.dtype, device=rows.device)
     work = dist.all_to_all_single(output, given, received, sent, group, async_op)
+    dtype = rows.dtype  # what is sent is let go once it has arrived
     # behind the launch, for which a GPU waits
     if payload is not None:
         observer.count_encoded(_COLLECTIVE, group.size(), payload, {_COLLECTIVE: rows.nbytes})
@@ -143,6 +144,6 @@ def send_rows(
     def arrived() -> Tensor:
         if work is not None:
             work.wait()
-        return output.view(rows.dtype)
+        return output.view(dtype)
 
     return arrived

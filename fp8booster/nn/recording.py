@@ -35,6 +35,7 @@ from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.weights.holder import FP8Module
 from fp8booster.optim import adamw, gradient_sums
 from fp8booster.optim.one_pass import COUNTS_STEPS
+from fp8booster.reading import first_of
 from fp8booster.scaling import INPUT, WEIGHT, Scaling
 from fp8booster.tensor import QuantizedMatrix
 from fp8booster.version import __version__
@@ -228,9 +229,13 @@ class Recording:
             return own
         if box.rank:
             box.leave(key, own)
-            return cast("_Finding | None", box.read_answer(key, PATIENCE))
+            # the first rank may have waited that long for another
+            return cast("_Finding | None", box.read_answer(key, 2 * PATIENCE))
         # once all have told: rank 0 must not decide without the rank that broke first
-        others, _ = box.collect(key, PATIENCE)
+        others, absent = box.collect(key, PATIENCE)
+        if absent:
+            late = first_of(list(map(str, absent)))
+            self._warn(f"What rank {late} saw in step {self._recorder.step} is not known, for it did not come.")
         # rank 0 decides, so that all ranks name the same tensor
         first = min((each for each in (own, *others.values()) if each is not None), default=None)
         box.answer(key, first)

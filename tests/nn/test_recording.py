@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fp8booster import FP8Config, FP8Linear, convert_to_fp8, fuse, record
@@ -17,12 +18,14 @@ from fp8booster.kernels import code_statistics
 from fp8booster.monitor.scales import ScaleRow
 from fp8booster.monitor.sinks import JsonLines, read_scales
 from fp8booster.monitor.watchdog import Watchdog
+from fp8booster.nn import recording as module
 from fp8booster.nn.fused.merged_layers import MergedLayers
 from fp8booster.nn.held_casts import joined, plain_name
 from fp8booster.nn.recording import NonFiniteStep
 from fp8booster.optim import AdamW
 from fp8booster.optim.gradient_sums import value_of
 from tests.colossal.moe.models import tiny_mixtral
+from tests.distributed import ranks
 from tests.kernels.matrices import quantize
 from tests.nn.models import tiny_llama
 
@@ -432,6 +435,18 @@ def test_an_activation_that_overflows_is_named_in_any_step(every) -> None:
         norm = model(torch.randn(16, 32, dtype=torch.bfloat16)).float().sum()
         with pytest.raises(NonFiniteStep, match=r"Step 2 is not finite, and input of layers\.2"):
             recording.allows_step(norm)
+
+
+@ranks(2)
+def test_a_rank_that_does_not_tell_what_it_saw_is_named() -> None:
+    model, warned = blocks(), []
+    with record(model, on_warning=warned.append) as recording:
+        if dist.get_rank() == 0:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(module, "PATIENCE", 0.05)
+                recording.blame()
+        dist.barrier()
+    assert warned == ["What rank 1 saw in step 1 is not known, for it did not come."][: 1 - dist.get_rank()]
 
 
 def test_a_gradient_that_overflows_is_named() -> None:
