@@ -1,7 +1,7 @@
 """What PyTorch's products need of a CPU: instructions that it has, and FP32 where it has none for BF16.
 
-Virtual machines whose host does not switch Intel AMX on advertise it and trap on it. PyTorch multiplies in BF16 and FP8
-by AMX where it is advertised, through oneDNN, and there dies of an illegal instruction. A variable, which oneDNN reads
+Virtual machines whose host does not switch Intel AMX on advertise it and trap on it. PyTorch multiplies in BF16 by AMX
+where it is advertised, through oneDNN, and there dies of an illegal instruction. A variable, which oneDNN reads
 at its first product, limits it to the instructions before AMX.
 
 With AVX2 alone, as most laptops and many servers have it, PyTorch multiplies BF16 in loops of its own, which take 5 to
@@ -22,11 +22,9 @@ from typing import Any
 
 import torch
 
-from fp8booster.kernels.product import ONEDNN_INSTRUCTIONS
-
-VARIABLE = ONEDNN_INSTRUCTIONS
+VARIABLE = "ONEDNN_MAX_CPU_ISA"
 BEFORE_AMX = "AVX512_CORE_FP16"
-"""The newest that has BF16 and FP8 products without AMX."""
+"""The newest without AMX."""
 
 _PRODUCT = "import torch; torch.ones(32, 32).bfloat16() @ torch.ones(32, 32).bfloat16()"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,7 +40,7 @@ def product(
         out_dtype: BF16, FP16 or FP32.
         bias: [N] of out_dtype.
         fast_accumulation: do not promote partial sums to FP32 on the way; blockwise scales need that they are.
-        emulate: multiply in FP32 instead; so does a CPU where PyTorch's kernel for it takes one scale alone.
+        emulate: multiply in FP32 instead; so does a CPU in compiled code, or where its kernel takes one scale alone.
         shape: give so many of the first rows and columns, contiguous as callers of F.linear expect it.
         out: [M, N] of out_dtype, memory for what is returned; it is left alone where no kernel writes there.
 
@@ -69,7 +68,8 @@ def product(
         rowwise = True
     if rowwise:
         inverse_scale_a, inverse_scale_b = inverse_scale_a.view(-1, 1), inverse_scale_b.view(1, -1)
-    emulate = emulate or (rowwise and a.is_cpu and not _cpu_multiplies_by_rows())
+    # compiled code would leave the CPU's products to oneDNN
+    emulate = emulate or (a.is_cpu and (torch.compiler.is_compiling() or (rowwise and not _cpu_multiplies_by_rows())))
     # compiled code makes the scales that it reads, each by itself, and cannot ask where they lie
     if is_cuda and not torch.compiler.is_compiling():
         if inverse_scale_a.storage_offset() % SCALE_STRIDE:
@@ -147,8 +147,7 @@ _known_capability = functools.cache(_capability)
 def _scaled_mm_on_cpu(a: Tensor, b: Tensor, *, scale_a: Tensor, scale_b: Tensor, **options: Any) -> Tensor:
     """Call `torch._scaled_mm` on operands that decode to finite values, in PyTorch's own kernel, without autocast."""
     scale_a, scale_b = _decodable(a, b, scale_a, scale_b)
-    one_scale_each = scale_a.numel() == scale_b.numel() == 1
-    with torch.autocast("cpu", enabled=False), _without_unfit_onednn(one_scale_each):
+    with torch.autocast("cpu", enabled=False), _without_onednn():
         return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, **options)
 
 
@@ -164,7 +163,6 @@ def _decodable(a: Tensor, b: Tensor, inverse_scale_a: Tensor, inverse_scale_b: T
     return inverse_scale_a * factor, inverse_scale_b / factor
 
 
-@torch.compiler.assume_constant_result
 @functools.cache
 def _cpu_multiplies_by_rows() -> bool:
     """Tell whether PyTorch's own kernel for the CPU takes a scale for each row: torch 2.11's does not, 2.13's does."""
@@ -178,24 +176,13 @@ def _cpu_multiplies_by_rows() -> bool:
     return True
 
 
-ONEDNN_INSTRUCTIONS = "ONEDNN_MAX_CPU_ISA"
-"""The variable that holds oneDNN to some instructions."""
-
-
-def _without_unfit_onednn(one_scale_each: bool) -> contextlib.AbstractContextManager:
-    """Let PyTorch multiply FP8 on the CPU itself, for a product that oneDNN refuses or is slow at."""
-    # PyTorch leaves the product to oneDNN where the CPU advertises AMX. torch 2.11 does so with a scale for each row
-    # too, which oneDNN then refuses (pytorch/pytorch#179118). Held to instructions before AMX, oneDNN takes 30 ms and
-    # more for a product of 64 x 64, hundreds of times what PyTorch takes.
-    held = os.environ.get(ONEDNN_INSTRUCTIONS)
-    slow = held and "AMX" not in held
-    if torch.compiler.is_compiling() or not (slow or not one_scale_each):
-        return contextlib.nullcontext()
-    return _without_onednn()
-
-
 @contextlib.contextmanager
 def _without_onednn() -> Iterator[None]:
+    """Let PyTorch multiply FP8 on the CPU itself.
+
+    It leaves that to oneDNN where the CPU advertises AMX. Without instructions for FP8, which few with AMX have, oneDNN
+    takes 36 ms for 512 x 32 by 32 x 64, where PyTorch takes 0.14. Several scales it refuses (pytorch/pytorch#179118).
+    """
     enabled = torch.backends.mkldnn.enabled
     torch.backends.mkldnn.enabled = False
     try:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8booster import fp8_linear
 from fp8booster.kernels import instructions
 from fp8booster.kernels.instructions import BEFORE_AMX, VARIABLE
 from fp8booster.kernels.product import product
@@ -49,26 +48,6 @@ def multiply() -> None:
 
 def test_the_held_instructions_multiply_in_both_precisions() -> None:
     run_ranks(multiply, 1, initialize=False, environment={VARIABLE: BEFORE_AMX})
-
-
-def test_held_products_are_those_of_pytorch_itself(monkeypatch) -> None:
-    monkeypatch.setenv(VARIABLE, BEFORE_AMX)
-    enabled = []
-    multiply = torch._scaled_mm
-
-    def watched(*operands, **options):
-        enabled.append(torch.backends.mkldnn.enabled)
-        return multiply(*operands, **options)
-
-    monkeypatch.setattr(torch, "_scaled_mm", watched)
-    former = torch.backends.mkldnn.enabled
-    try:
-        torch.backends.mkldnn.enabled = True
-        fp8_linear(torch.ones(16, 16), torch.ones(16, 16))
-        assert enabled == [False]
-        assert torch.backends.mkldnn.enabled
-    finally:
-        torch.backends.mkldnn.enabled = former
 
 
 def show_bf16_products() -> None:
