@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import random
 
 import pytest
 import torch
@@ -28,14 +28,24 @@ NANO = Architecture("LLaMA of 1 layer", 32, 64, 1, 2, 2, vocabulary=512, sequenc
 KIND = "a channel of SwiGLU aligns and grows, its column of down too"
 
 
+def text() -> str:
+    """Words of which each follows few others; the same whatever the project's files say."""
+    draw = random.Random(0)
+    words = ["".join(draw.choices("etaoinshrdlu", k=draw.randint(1, 8))) for _ in range(400)]
+    after = {word: draw.choices(words, [1 / (1 + rank) for rank in range(400)], k=6) for word in words}
+    written = [words[0]]
+    for _ in range(40_000):
+        written.append(draw.choice(after[written[-1]] if draw.random() < 0.8 else words))
+    return " ".join(written)
+
+
 @pytest.fixture
 def small(monkeypatch, tmp_path) -> None:
-    """A smaller model, on the text of the project's documents."""
-    text = tmp_path / "documents.txt"
-    documents = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
-    text.write_text("\n".join(each.read_text() for each in documents))
+    """A smaller model, on a text that is made here."""
+    file = tmp_path / "words.txt"
+    file.write_text(text())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(divergence, "TEXT", str(text))
+    monkeypatch.setattr(divergence, "TEXT", str(file))
     monkeypatch.setitem(divergence.MODELS, "nano", NANO)
 
 
