@@ -207,7 +207,7 @@ class FP8Experts(FP8Module):
 
     def run(self, rows: torch.Tensor | FP8Rows, counts: HostCopy, factor: float) -> torch.Tensor:
         """Compute the experts of this rank, where they are spread over ranks: a `spread.Run`."""
-        if not self.runs_on(read_of(rows), rows_that_decide(len(rows))):
+        if not self.runs_on(read_of(rows), rows_that_decide(len(rows), self.training)):
             return self._as_written("run", rows, counts, factor)
         layout = RowLayout.of_senders(counts.on_device, len(rows))
         owners = owners_of(counts.on_device, len(rows)).unsqueeze(1) if self.has_bias else None

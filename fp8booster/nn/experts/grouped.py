@@ -151,7 +151,7 @@ class GroupedExperts:
             tokens: whose rows it will be given.
             rows: about so many. Where these would run as one, FP8 weights are looked up.
         """
-        looked, layers, about = self._look(tokens), None, rows_that_decide(rows)
+        looked, layers, about = self._look(tokens), None, rows_that_decide(rows, self.experts[0].training)
         if looked is not None and not looked.look.is_transient and self._why_not(looked, about) is None:
             layers = self._layers(looked, tokens)
             layers.up.look_up(tokens)  # those of down, while the GPU multiplies by these
@@ -165,7 +165,7 @@ class GroupedExperts:
         counts: HostCopy,
         factor: float,
     ) -> torch.Tensor | None:
-        if looked is None or not self._runs_on(looked, rows_that_decide(len(tokens))):
+        if looked is None or not self._runs_on(looked, rows_that_decide(len(tokens), self.experts[0].training)):
             return None
         layout = RowLayout.of_senders(counts.on_device, len(tokens))
         return self._computed(looked, layers, tokens, layout, factor)

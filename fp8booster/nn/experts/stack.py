@@ -91,14 +91,15 @@ def why_not_bf16(tokens: torch.Tensor, *weights: torch.Tensor) -> str | None:
     return None if dtypes == {torch.bfloat16} else NOT_BF16
 
 
-def rows_that_decide(rows: int) -> int | None:
+def rows_that_decide(rows: int, in_training: bool) -> int | None:
     """Return the rows by which experts that are spread over ranks choose how they run; None: whatever they are.
 
     Each rank gets other rows. Where there is a backward, all must choose alike: grouped products send the gradient of
     the rows before those of weights are there to be reduced over other ranks, experts one by one after that, and ranks
-    that do both in different orders wait for each other for ever.
+    that do both in different orders wait for each other for ever. In training without gradients, as before layers are
+    computed again for backward, experts run as they will then.
     """
-    return None if torch.is_grad_enabled() else rows
+    return None if in_training or torch.is_grad_enabled() else rows
 
 
 def pays(

@@ -397,42 +397,43 @@ def test_one_expert_is_not_a_group() -> None:
 
 @torch.no_grad()
 def test_the_number_of_tokens_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    fp8 = experts()
+    fp8 = experts().eval()
     counts = COUNTS["even"]
     x = tokens(counts)
     products = 1.5 * HIDDEN * FEATURES
     monkeypatch.setattr(module, "ONE_BY_ONE_FROM", 16 * products + 1)
     grouped = GroupedExperts(fp8)
     assert called(grouped, x, copied(counts)) is not None
-    assert grouped.why_one_by_one is None
+    assert not grouped.why_one_by_one_in_evaluation
     monkeypatch.setattr(module, "ONE_BY_ONE_FROM", 16 * products)
     assert called(grouped, x, copied(counts)) is None
-    assert grouped.why_one_by_one == "one by one is faster for so many tokens"
+    assert grouped.why_one_by_one_in_evaluation == "one by one is faster for so many tokens"
 
 
-def test_where_there_is_a_backward_no_number_of_rows_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("in_training", [False, True])
+def test_where_there_is_a_backward_no_number_of_rows_decides(in_training: bool, monkeypatch) -> None:
     """Experts that are spread over ranks get other numbers on each of them."""
     monkeypatch.setattr(module, "ONE_BY_ONE_FROM", 0)
-    grouped = GroupedExperts(experts())
+    grouped = GroupedExperts(experts().train(in_training))
     assert called(grouped, tokens(COUNTS["even"]), copied(COUNTS["even"])) is not None
-    with torch.no_grad():
-        assert called(grouped, tokens(COUNTS["even"]), copied(COUNTS["even"])) is None
+    with torch.no_grad():  # what is computed in training may be computed again for backward
+        assert (called(grouped, tokens(COUNTS["even"]), copied(COUNTS["even"])) is not None) == in_training
 
 
-@torch.no_grad()
 def test_few_experts_of_few_tokens_are_left_to_their_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = count_calls(monkeypatch, speed_model, "fp8_pays")
-    fp8, counts = experts(FP8Config()), COUNTS["even"]
-    assert called(GroupedExperts(fp8), tokens(counts), copied(counts)) is not None
+    fp8, x = experts(FP8Config()), tokens(COUNTS["even"])
+    chosen, weights = torch.arange(len(x)).view(-1, 1) % EXPERTS, torch.ones(len(x), 1)
+    assert GroupedExperts(fp8).mix(x, chosen, weights) is not None
     assert set(asked) == {(64, HIDDEN)}  # as one product of all rows
     monkeypatch.setattr(speed_model, "fp8_pays", lambda *_: False)
     grouped = GroupedExperts(fp8)
-    assert called(grouped, tokens(counts), copied(counts)) is None
+    assert grouped.mix(x, chosen, weights) is None
     assert grouped.why_one_by_one == "too few tokens for so few experts"
     monkeypatch.setattr(stack, "EXPERTS_THAT_PAY", EXPERTS)
-    assert called(GroupedExperts(fp8), tokens(counts), copied(counts)) is not None
+    assert GroupedExperts(fp8).mix(x, chosen, weights) is not None
     always = experts(FP8Config(always=True))
-    assert called(GroupedExperts(always), tokens(counts), copied(counts)) is not None
+    assert GroupedExperts(always).mix(x, chosen, weights) is not None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
