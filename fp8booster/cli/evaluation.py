@@ -80,6 +80,9 @@ class Column:
     from_masters: int
     """FP8 layers whose weights were cast from FP32 master weights; others from the checkpoint's values."""
     layers: int
+    fp8_others: int
+    """Parameters outside of linear layers in FP8, as experts in one parameter."""
+    others: int
     parameter_bytes: int
 
 
@@ -138,6 +141,8 @@ def run(options: EvalOptions, tell: Callable[[str], None]) -> Evaluation:
                     "fp8_layers": len(layers.fp8),
                     "from_masters": from_masters,
                     "layers": len(layers.rows),
+                    "fp8_others": sum(row.precision == "FP8" for row in layers.outside),
+                    "others": len(layers.outside),
                     "parameter_bytes": sum(parameter.nbytes for parameter in model.parameters()),
                 }
             )
@@ -229,6 +234,8 @@ def render(found: Evaluation) -> Table:
         add("KL from the first, nats a token", lambda column: f"{column.kl:.2e}", first="")
     add("parameters, MiB", lambda column: f"{column.parameter_bytes / 2**20:,.1f}")
     add("linear layers in FP8", lambda column: f"{column.fp8_layers} of {column.layers}")
+    if any(column.others for column in columns):
+        add("other weights in FP8", lambda column: f"{column.fp8_others} of {column.others}")
     if any(column.fp8_layers for column in columns):
         add(
             "cast from FP32 master weights",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8booster.files import write_whole
-from fp8booster.reading import Kind, first_of, parse_line, read_record, read_text, require_rows
+from fp8booster.reading import Kind, first_of, parse_line, read_record, read_text, require_fields, require_rows
 
 LAST = 0.05
 """Share of the steps whose mean is the final loss."""
@@ -92,6 +92,7 @@ class RunFigures:
     parameters: int
     world_size: int
     layers: tuple[dict[str, Any], ...]  # rows of `fp8booster.report`
+    others: tuple[dict[str, Any], ...]  # its rows of parameters outside of linear layers, as experts in one parameter
     traffic: tuple[dict[str, Any], ...]  # rows of `monitor.traffic.Traffic`
     model_flops: float | None = None  # a second of one GPU, at the median step; None where its limit is not known
     clock_mhz: float | None = None  # of its processors
@@ -100,12 +101,12 @@ class RunFigures:
 
 
 def count_fp8(rows: Sequence[Mapping[str, Any]]) -> int:
-    """Count the layers in FP8 in rows of `fp8booster.report`."""
+    """Count the layers, or parameters, in FP8 in rows of `fp8booster.report`."""
     return sum(row["precision"] == "FP8" for row in rows)
 
 
 def not_in_fp8(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Name the layers that are not in FP8, a line for each reason."""
+    """Name the layers, or parameters, that are not in FP8, a line for each reason."""
     names: dict[str, list[str]] = defaultdict(list)
     for row in rows:
         if row["precision"] != "FP8":
@@ -113,6 +114,7 @@ def not_in_fp8(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"{first_of(layers, shown=4)} ({reason})" for reason, layers in names.items()]
 
 
+_ROW: dict[str, Kind] = {"name": str, "precision": str, "notes": str}
 _LIMIT: dict[str, Kind] = dict.fromkeys(("flops_per_token", "clock_mhz", "peak_flops"), float)
 _LIMIT["reachable_flops"] = (float, type(None))
 
@@ -121,8 +123,10 @@ def read_result(path: Path, fields: Mapping[str, Kind]) -> dict[str, Any]:
     """Read a run's `result.json`; errors as `read_record`, for rows of layers that are none too."""
     # another version may have written the file, or a hand changed it
     result = read_record(path, fields, REMOVE)
-    require_rows(result["layers"], f"'layers' in {path}", {"name": str, "precision": str, "notes": str}, REMOVE)
-    result.setdefault("limit", None)  # older versions did not know it
+    result = {"limit": None, "others": [], **result}  # which older versions did not know
+    require_fields(result, str(path), {"others": list}, REMOVE)
+    for name in ("layers", "others"):
+        require_rows(result[name], f"'{name}' in {path}", _ROW, REMOVE)
     if result["limit"] is not None:
         require_rows([result["limit"]], f"'limit' in {path}", _LIMIT, REMOVE)
         if any(result["limit"][name] in (0, math.inf) for name in ("peak_flops", "reachable_flops")):
@@ -159,6 +163,7 @@ def read_figures(folder: Path, precision: str) -> tuple[RunFigures, list[StepMet
         parameters=result["parameters"],
         world_size=result["world_size"],
         layers=tuple(result["layers"]),
+        others=tuple(result["others"]),
         traffic=tuple(result["traffic"]),
         **_limited(result["limit"], tokens_per_second / result["world_size"]),
     )

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from fp8booster.cli.metrics import not_in_fp8
 from fp8booster.files import write_whole
 
 from .advice import FLUSHED, SATURATED, Scales, Tensor, depth_of, least_snr
@@ -86,7 +85,7 @@ def _facts(run: RunRecord) -> list[tuple[str, str]]:
             facts.append((f"loss, {_called(name)}", f"{losses[max(losses)]:.4f} at step {max(losses)}"))
     if run.in_fp8:
         facts.append(("linear layers in FP8", run.in_fp8))
-    facts += [("not in FP8", line) for line in not_in_fp8(run.layers or ())]
+    facts += [("not in FP8", line) for line in run.not_in_fp8]
     if run.scales:
         tensors, samples, every = len(run.scales.tensors), run.scales.samples, run.scales.about["every"]
         facts.append(("recorded", f"{tensors} tensors at {samples} steps, every {every}"))

@@ -30,6 +30,7 @@ class RunRecord:
     losses: dict[str, Losses]  # by precision, then by step
     scales: Scales | None
     layers: list[dict[str, Any]] | None  # rows of `fp8booster.report` of the FP8 run, where it has ended
+    others: list[dict[str, Any]]  # and its rows of parameters outside of linear layers
     worst: list[Worst]
     advice: list[Advice]
 
@@ -37,9 +38,15 @@ class RunRecord:
     def in_fp8(self) -> str | None:
         """Count the layers in FP8, in words; None where the record does not tell."""
         if self.layers is not None:
-            return f"{count_fp8(self.layers)} of {len(self.layers)}"
+            others = f", and {count_fp8(self.others)} of {len(self.others)} other weights" if self.others else ""
+            return f"{count_fp8(self.layers)} of {len(self.layers)}{others}"
         counts = self.scales.about.get("layers") if self.scales else None
         return ", ".join(f"{name}: {count}" for name, count in counts.items()) if isinstance(counts, dict) else None
+
+    @property
+    def not_in_fp8(self) -> list[str]:
+        """Name the layers and others that are not in FP8, a line for each reason."""
+        return not_in_fp8([*(self.layers or ()), *self.others])
 
     @property
     def suggestion(self) -> list[str]:
@@ -58,7 +65,7 @@ class RunRecord:
             "steps": {name: max(losses, default=0) for name, losses in self.losses.items()},
             "last_loss": {name: finite_or_null(losses[max(losses)]) for name, losses in self.losses.items() if losses},
             "in_fp8": self.in_fp8,
-            "not_in_fp8": not_in_fp8(self.layers or ()),
+            "not_in_fp8": self.not_in_fp8,
             "worst": [
                 {name: finite_or_null(value) for name, value in dataclasses.asdict(each).items()} for each in self.worst
             ],
@@ -93,14 +100,15 @@ def read_run(folder: Path) -> RunRecord:
         )
     scales = scales_of(file) if file else None
     result, run = parts[-1] / "result.json", folder / "run.json"
-    layers = read_result(result, {"layers": list})["layers"] if result.exists() else None
+    found = read_result(result, {"layers": list}) if result.exists() else {"layers": None, "others": []}
     worst = worst_first(scales) if scales else []
     return RunRecord(
         folder=folder,
         about=read_record(run, {}, "put it right, or move it away") if run.exists() else {},
         losses=losses,
         scales=scales,
-        layers=layers,
+        layers=found["layers"],
+        others=found["others"],
         worst=worst,
         advice=advise(scales, worst) if scales else [],
     )

@@ -345,6 +345,7 @@ class Trainer:
                 "peak_memory": int(peak),
                 "parameters": self._parameters,
                 "layers": layers,
+                "others": others,
                 "traffic": self._traffic.rows(),
                 "limit": self._limit.record([*layers, *others]),
             }

@@ -34,6 +34,9 @@ def rows(columns: list[RunFigures]) -> list[list[str]]:
         ["sent, MB a step and rank", *(f"{column.step_bytes / 1e6:,.2f}" for column in columns)],
         ["linear layers in FP8", *(f"{count_fp8(column.layers)} of {len(column.layers)}" for column in columns)],
     ]
+    others = [f"{count_fp8(column.others)} of {len(column.others)}" if column.others else "" for column in columns]
+    if any(others):
+        table.append(["other weights in FP8", *others])
     shares = {
         "of the FP8 peak at its clock": [column.peak_share for column in columns],
         "of what its products reach": [column.reachable_share for column in columns],
@@ -59,12 +62,13 @@ def render(columns: list[RunFigures], title: str) -> Table:
 
 
 def layer_lines(columns: list[RunFigures]) -> list[str]:
-    """Return the layers that are not in FP8, with the reasons, for the runs that have some in FP8."""
+    """Return the layers and others that are not in FP8, with the reasons, for the runs that have some in FP8."""
     return [
         f"{column.precision.upper()} run, not in FP8: {layers}"
         for column in columns
-        if count_fp8(column.layers)
-        for layers in not_in_fp8(column.layers)
+        for rows in [(*column.layers, *column.others)]
+        if count_fp8(rows)
+        for layers in not_in_fp8(rows)
     ]
 
 

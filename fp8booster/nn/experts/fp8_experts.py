@@ -399,7 +399,8 @@ class ExpertWeight:
 
     @fp8_weight.setter
     def fp8_weight(self, source: WeightSource) -> None:
-        self._experts.fp8_weights[self._name] = source
+        # another dictionary, as graphs see that an attribute is another object
+        self._experts.fp8_weights = {**self._experts.fp8_weights, self._name: source}
 
     @property
     def weight_is_transposed(self) -> bool:

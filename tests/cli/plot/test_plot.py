@@ -39,6 +39,12 @@ def plant(**changed: float) -> Any:
     return change
 
 
+OTHERS = [
+    {"name": "experts.up_proj", "precision": "FP8", "notes": ""},
+    {"name": "conv.weight", "precision": "BF16", "notes": "no linear layer"},
+]
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A run in both precisions, with a small record in which one tensor at one step is far above its limit."""
@@ -50,7 +56,7 @@ def run(tmp_path: Path) -> Path:
         {"name": DOWN, "shape": [1, 1], "precision": "FP8", "notes": ""},
         {"name": "lm_head", "shape": [1, 1], "precision": "BF16", "notes": "FP8Config.layers leaves it out"},
     ]
-    (folder / "fp8" / "result.json").write_text(json.dumps({"layers": layers}))
+    (folder / "fp8" / "result.json").write_text(json.dumps({"layers": layers, "others": OTHERS}))
     return folder
 
 
@@ -91,8 +97,11 @@ def test_the_worst_tensor_comes_first_with_its_numbers(run: Path) -> None:
     assert cells == [DOWN, "input", "25", "20 %", "12.5 dB", "0", "0", "321", "150", "e4m3"]
     record = json.loads(CliRunner().invoke(app, ["plot", str(run), "--json"]).stdout)
     assert [record["worst"][0][name] for name in ("layer", "step", "flushed")] == [DOWN, 150, 0.2]
-    assert record["not_in_fp8"] == ["lm_head (FP8Config.layers leaves it out)"]
-    assert record["in_fp8"] == "1 of 2"
+    assert record["not_in_fp8"] == [
+        "lm_head (FP8Config.layers leaves it out)",
+        "conv.weight (a module of another kind)",
+    ]
+    assert record["in_fp8"] == "1 of 2, and 1 of 2 other weights"
 
 
 def test_the_numbers_of_the_page_are_those_of_the_files(run: Path) -> None:

@@ -124,6 +124,13 @@ def test_every_plugin_takes_the_same_steps(found, name) -> None:
     assert result["parameters"] == network(4 if deep else 2).num_parameters()
 
 
+@pytest.mark.parametrize("name", MIXTURE_MODES)
+def test_experts_are_among_the_weights_that_a_run_tells(found, name) -> None:
+    result = json.loads(Path(run_of(found, name, "fp8")["folder"], "result.json").read_text())
+    experts = [row for row in (*result["layers"], *result["others"]) if ".experts." in row["name"]]
+    assert {row["precision"] for row in experts} == {"FP8"}
+
+
 @pytest.mark.parametrize("name", [*MODES, *DEEP_MODES, *TIED_MODES, *MIXTURE_MODES, *REMEMBERING, *SHORT])
 def test_every_plugin_goes_on_from_its_checkpoint(found, name) -> None:
     whole, resumed = run_of(found, name, "fp8"), run_of(found, name, "resumed")

@@ -37,6 +37,8 @@ def run(tmp_path):
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         layers = LAYERS if precision == "fp8" else [dict(row, precision="BF16", notes="off") for row in LAYERS]
         result = {"peak_memory": 3 << 20, "parameters": 5_000_000, "world_size": 2, "layers": layers, "traffic": []}
+        if precision == "fp8":
+            result["others"] = [{"name": "experts.up_proj", "precision": "FP8", "notes": ""}]
         (folder / "result.json").write_text(json.dumps(result))
     return tmp_path
 
@@ -51,6 +53,7 @@ def test_figures_of_a_run(run):
     assert table["peak memory, MiB a rank"] == ["3", "3"]
     assert table["sent, MB a step and rank"] == ["2.00", "2.00"]
     assert table["linear layers in FP8"] == ["0 of 2", "1 of 2"]
+    assert table["other weights in FP8"] == ["", "1 of 1"]
     assert layer_lines(columns) == ["FP8 run, not in FP8: lm_head (left out)"]
 
     write_summary(run, TrainOptions(batch=4, sequence=64), "fp8booster train", columns, "text, 9 tokens")
