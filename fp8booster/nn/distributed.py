@@ -97,8 +97,8 @@ def fully_shard(
     for layer in frozen:  # FSDP2 moves what it shards alone
         if not next(layer.parameters()).is_meta:
             layer.to(next(param.device for unit in fsdp_units(model) for param in params_of(unit)))
-    _reduce_all_experts(model)
     follow_fsdp2(model, config.messages)
+    _reduce_all_experts(model)
     return model
 
 
@@ -212,12 +212,17 @@ def _prepared(model: nn.Module, config: FP8Config | None, function: str) -> FP8C
 
 def _reduce_all_experts(model: nn.Module) -> None:
     """Let ranks reduce gradients of the same parameters: one's tokens may leave out experts that another's choose."""
-    if not any(isinstance(module._modules.get("experts"), nn.ModuleList) for module in model.modules()):
+    blocks = [block for block in model.modules() if isinstance(block._modules.get("experts"), nn.ModuleList)]
+    if not blocks:
         return
     reduce_unused = getattr(model, "set_reduce_scatter_unused_params", None)
-    if reduce_unused is None:
+    if reduce_unused is not None:
+        reduce_unused(True)
+        return
+    # grouped products give every expert a gradient
+    as_one = [getattr(block, "fp8_grouped_experts", None) for block in blocks]
+    if any(each is None or each.why_one_by_one is not None for each in as_one):
         raise ValueError(
-            "the model has experts that are modules, of which a rank's tokens may leave some out, and this PyTorch's "
-            "FSDP2 cannot reduce gradients that one rank alone has; take PyTorch 2.13 or later"
+            "the model has experts that are modules and run one by one, of which a rank's tokens may leave some out, "
+            "and this PyTorch's FSDP2 cannot reduce gradients that one rank alone has; take PyTorch 2.13 or later"
         )
-    reduce_unused(True)

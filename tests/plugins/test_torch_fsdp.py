@@ -20,7 +20,6 @@ from fp8booster import FP8Config, FP8Linear, comm, convert_to_fp8, report
 from fp8booster.comm import Encoding, FlatFSDPState, flat_fsdp_hook
 from fp8booster.comm.links import ESTIMATED
 from fp8booster.monitor.traffic import count_traffic
-from fp8booster.nn.experts.alike import WHOLE_IN_LAYERS
 from fp8booster.nn.fsdp.flat_weights import NAME
 from fp8booster.nn.fsdp.handle import compress_flat_fsdp
 from fp8booster.nn.linear.conv1d import FP8Conv1D
@@ -425,8 +424,7 @@ def test_fsdp_trains_mixtures_as_colossalai_does(family: str, wrapping: str) -> 
         losses.append([run.step(batch)[0] for _ in range(3)])
         told = report(run.model).grouped
     assert losses[1] == pytest.approx(losses[0], rel=3e-2)
-    # a list of experts runs one by one, in transformers 4
-    assert {block.why_one_by_one for block in told} <= {WHOLE_IN_LAYERS}
+    assert {block.why_one_by_one for block in told} <= {None}
 
 
 @ranks(2)

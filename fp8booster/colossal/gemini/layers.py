@@ -118,7 +118,7 @@ class GatheredMergedLayers(MergedLayers):
 class GatheredGroupedExperts(GroupedExperts):
     """Experts whose parameters are gathered together for the grouped products and their backward."""
 
-    gathers = True
+    are_whole = True
 
     def mix(self, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
         """Mix as `GroupedExperts` does, and read no parameter by looking at it."""

@@ -7,7 +7,7 @@ is there now, in loops that Python does not run itself. Only where something dif
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple
@@ -54,7 +54,9 @@ class Seen(NamedTuple):
         objects += map(dict.get, held, repeat("forward"))
         objects += map(dict.get, layers, repeat("fp8_weight"))  # frozen layers have none
         objects += map(getattr, weights, repeat("dtype"), repeat(None))
-        others = [*weights, *map(dict.get, parameters, repeat("bias")), *map(dict.get, of_experts, repeat("config"))]
+        # FSDP puts views of what it has gathered among the attributes
+        others = [*weights, *map(dict.get, layers, repeat("weight"))]
+        others += [*map(dict.get, parameters, repeat("bias")), *map(dict.get, of_experts, repeat("config"))]
         others += map(_config, casts)  # `Casts.under` writes it
         others += [*hooks, *chain.from_iterable(map(_values, hooks))]
         return cls(objects, others)
@@ -197,16 +199,16 @@ def _why_not_like(layer: nn.Module, same: FP8Layer) -> str | None:
         return "the layers' FP8Configs differ"
     if must_be_called(layer):
         return "a layer has hooks or a forward of its own, which must run"
-    if layer._parameters["bias"] is not None:
+    if getattr(layer, "bias", None) is not None:
         return "a layer has a bias"
-    weight = layer._parameters.get("weight")
-    if weight is None:  # FSDP flattened it
+    weight = _weight(layer)
+    if weight is None or weight.dim() != 2:  # FSDP flattened it
         return WHOLE_IN_LAYERS
     if weight.dtype is not _weight(same).dtype:
         return "the experts' dtypes differ"
     return None if weight.shape == _weight(same).shape else "the experts' sizes differ"
 
 
-def _weight(layer: FP8Layer) -> torch.Tensor:
-    parameters: Mapping[str, Any] = layer._parameters
-    return parameters["weight"]
+def _weight(layer: FP8Layer) -> Any:
+    held = vars(layer)
+    return held.get("weight", held["_parameters"].get("weight"))

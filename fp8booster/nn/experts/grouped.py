@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -94,8 +94,8 @@ class GroupedExperts:
         experts: of one rank; modules that compute `down(act_fn(gate(x)) * up(x))`.
     """
 
-    gathers: ClassVar[bool] = False
-    """`_gathered` makes weights whole that are so only while their layers run."""
+    are_whole: bool = False
+    """Weights that are whole only while something runs are so while the experts are computed."""
 
     def __init__(self, experts: Sequence[nn.Module]) -> None:
         self.experts = tuple(experts)
@@ -112,6 +112,7 @@ class GroupedExperts:
     def of_others(self, experts: Sequence[nn.Module]) -> GroupedExperts:
         """Return other experts in place of these, whose casts are observed by who observes these'."""
         others = type(self)(experts)
+        others.are_whole = self.are_whole
         for name in others.fp8_casts.keys() & self.fp8_casts.keys():
             casts, before = others.fp8_casts[name], self.fp8_casts[name]
             casts.observers, casts.weight_observers = before.observers, before.weight_observers
@@ -123,7 +124,10 @@ class GroupedExperts:
 
         What only a batch shows is known after it.
         """
-        return self._why_never(self._alike.look()) or ", ".join(self._reasons[True]) or None
+        never = self._why_never(self._alike.look())
+        if never is WHOLE_IN_LAYERS and self.are_whole:  # they will be when the experts run
+            never = None
+        return never or ", ".join(self._reasons[True]) or None
 
     @property
     def why_one_by_one_in_evaluation(self) -> str | None:
@@ -192,7 +196,7 @@ class GroupedExperts:
         reason = self._why_never(look)
         if len(set(map(_TRAINING, self.experts))) > 1:
             reason = "some of the experts are in evaluation"
-        if reason is None and look.is_transient and not self.gathers:
+        if reason is None and look.is_transient and not self.are_whole:
             reason = WHOLE_IN_LAYERS
         filled = look.filled() if reason is None else None
         provided = filled is not None or (look.is_provided() if reason is None else False)

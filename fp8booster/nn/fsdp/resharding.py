@@ -6,8 +6,10 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from fp8booster.nn.experts.grouped import grouped_experts
 from fp8booster.nn.fused.causal_lm_loss import HeldHead, fused_head
 from fp8booster.nn.fused.merged_layers import MergedLayers, merged_layers
+from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import change_class, mixed_class
 from fp8booster.nn.weights.holder import weight_holders
 from fp8booster.nn.weights.resharded import ReshardedWeight
@@ -26,6 +28,15 @@ def follow_units(model: nn.Module, unit_of: Mapping[nn.Module, nn.Module]) -> di
     for module in unit_of:
         for holder in weight_holders(module).values():
             holder.fp8_weight = ReshardedWeight(holder.weight_is_transposed)
+    for grouped in grouped_experts(model):
+        units = {
+            unit_of.get(layer)
+            for expert in grouped.experts
+            for layer in expert.modules()
+            if isinstance(layer, FP8Layer)
+        }
+        # one unit of several experts is the block that runs them, or around it
+        grouped.are_whole = len(units) == 1 and None not in units
     merged_in: dict[nn.Module, list[MergedLayers]] = {}
     for merged in merged_layers(model):
         of = {unit_of.get(layer) for layer in merged.layers}
