@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from fp8booster.cli.train.defaults import gpu_recipe
+from fp8booster.cli.train.defaults import recipe_of
 from fp8booster.cli.train.errors import OutOfMemory
 from fp8booster.cli.train.key_values import check_plugin, fp8_config
 from fp8booster.cli.train.launch import ranks
@@ -78,7 +78,7 @@ def make_plan(
         if value in NEEDS_VALUES:
             raise ValueError(f"--{name} {value} cannot be planned: {NEEDS_VALUES[value]}")
     require_model(options.model, options.checkpointed_layers)
-    recipe = gpu_recipe(options.model)
+    recipe = recipe_of(options.model, on_gpu=True)
     sequence = options.sequence or recipe.sequence
     tokens = tokens or recipe.batch * sequence
     if tokens % sequence:

@@ -44,9 +44,13 @@ _GPU_FOLDER = Recipe(steps=200, batch=1, sequence=2048, lr=1e-4)
 _FOLDER_VOCABULARY = 32000
 
 
-def gpu_recipe(model: str) -> Recipe:
-    """Return the settings of a model on GPUs."""
-    return _GPU_FOLDER if is_folder(model) else _GPU[model]
+def recipe_of(model: str, on_gpu: bool) -> Recipe:
+    """Return the settings of a model on GPUs, or on CPUs, with sequences as long as a folder's model takes them."""
+    if not is_folder(model):
+        return _GPU[model] if on_gpu else _CPU
+    recipe = _GPU_FOLDER if on_gpu else _CPU
+    positions = getattr(folder_config(model), "max_position_embeddings", recipe.sequence)
+    return recipe._replace(sequence=min(recipe.sequence, positions))
 
 
 def resolve(options: TrainOptions, launched: bool) -> TrainOptions:
@@ -56,11 +60,8 @@ def resolve(options: TrainOptions, launched: bool) -> TrainOptions:
     processes than GPUs.
     """
     from_folder = is_folder(options.model)
-    if torch.cuda.is_available():
-        recipe = gpu_recipe(options.model)
-        processes = torch.cuda.device_count()
-    else:
-        recipe, processes = _CPU, CPU_PROCESSES
+    recipe = recipe_of(options.model, on_gpu=torch.cuda.is_available())
+    processes = torch.cuda.device_count() if torch.cuda.is_available() else CPU_PROCESSES
     if options.out is None and launched:
         raise ValueError("Under torchrun the processes need one folder for the run: give it with --out.")
 

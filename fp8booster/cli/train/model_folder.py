@@ -96,7 +96,8 @@ def folder_config(folder: str) -> PretrainedConfig:
     Raises ValueError when transformers cannot read it, for weights quantized in a form that fp8booster does not read,
     and for a model that does not predict the next token of text.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+    import transformers
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     file = Path(folder) / "config.json"
     remedy = "it must be JSON with the model_type of a causal language model (save it with save_pretrained)"
@@ -110,6 +111,12 @@ def folder_config(folder: str) -> PretrainedConfig:
             raise ValueError(
                 f"{file} names code of its own (auto_map), which fp8booster does not run; give a model of a type that "
                 "transformers has."
+            ) from None
+        kind = record.get("model_type")
+        if isinstance(kind, str) and kind not in CONFIG_MAPPING:
+            raise ValueError(
+                f"{file} is of the type {kind}, which transformers {transformers.__version__} does not know; install a "
+                "release that does, or give a model of a type that it has."
             ) from None
         _require_heads(record, file)  # transformers 5 looks itself, and says less
         raise ValueError(f"{file} is not a config that transformers knows; {remedy}.") from None

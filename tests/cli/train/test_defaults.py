@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from fp8booster.cli.train.defaults import resolve
 from fp8booster.cli.train.options import TrainOptions
@@ -21,6 +22,15 @@ def test_every_size_gets_all_its_settings_on_every_machine(monkeypatch, model, g
     assert 0 < options.min_lr < options.lr
     assert 0 < options.warmup < options.decay == options.steps
     assert options.out.startswith(f"runs/{model}-compare-")
+
+
+@pytest.mark.parametrize(("gpus", "longest"), [(0, 128), (4, 2048)])
+@pytest.mark.parametrize("positions", [100, 4096])
+def test_a_folder_s_model_gets_sequences_that_it_has_positions_for(monkeypatch, tmp_path, gpus, longest, positions):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    LlamaConfig(vocab_size=320, max_position_embeddings=positions).save_pretrained(tmp_path)
+    assert resolve(TrainOptions(model=str(tmp_path)), launched=False).sequence == min(longest, positions)
 
 
 def test_what_is_given_stays():
