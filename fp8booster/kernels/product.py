@@ -40,7 +40,7 @@ def product(
         out_dtype: BF16, FP16 or FP32.
         bias: [N] of out_dtype.
         fast_accumulation: do not promote partial sums to FP32 on the way; blockwise scales need that they are.
-        emulate: multiply in FP32 instead; so does a CPU in compiled code, or where its kernel takes one scale alone.
+        emulate: multiply in FP32 instead; so does a CPU where PyTorch's kernel for it takes one scale alone.
         shape: give so many of the first rows and columns, contiguous as callers of F.linear expect it.
         out: [M, N] of out_dtype, memory for what is returned; it is left alone where no kernel writes there.
 
@@ -68,8 +68,7 @@ def product(
         rowwise = True
     if rowwise:
         inverse_scale_a, inverse_scale_b = inverse_scale_a.view(-1, 1), inverse_scale_b.view(1, -1)
-    # compiled code would leave the CPU's products to oneDNN
-    emulate = emulate or (a.is_cpu and (torch.compiler.is_compiling() or (rowwise and not _cpu_multiplies_by_rows())))
+    emulate = emulate or (rowwise and a.is_cpu and not _cpu_multiplies_by_rows())
     # compiled code makes the scales that it reads, each by itself, and cannot ask where they lie
     if is_cuda and not torch.compiler.is_compiling():
         if inverse_scale_a.storage_offset() % SCALE_STRIDE:
@@ -146,9 +145,24 @@ _known_capability = functools.cache(_capability)
 
 def _scaled_mm_on_cpu(a: Tensor, b: Tensor, *, scale_a: Tensor, scale_b: Tensor, **options: Any) -> Tensor:
     """Call `torch._scaled_mm` on operands that decode to finite values, in PyTorch's own kernel, without autocast."""
+    if torch.compiler.is_compiling():
+        return multiply_on_cpu(a, b, scale_a, scale_b, options["bias"], options["out_dtype"])
     scale_a, scale_b = _decodable(a, b, scale_a, scale_b)
     with torch.autocast("cpu", enabled=False), _without_onednn():
         return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, **options)
+
+
+@functools.partial(torch.library.custom_op, "fp8booster::multiply_on_cpu", mutates_args=())
+def multiply_on_cpu(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Multiply as `_scaled_mm_on_cpu`; compiled code sees it whole, for it would leave the product to oneDNN."""
+    return _scaled_mm_on_cpu(a, b, scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=dtype)
+
+
+@multiply_on_cpu.register_fake
+def _(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
 
 
 def _decodable(a: Tensor, b: Tensor, inverse_scale_a: Tensor, inverse_scale_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -163,6 +177,7 @@ def _decodable(a: Tensor, b: Tensor, inverse_scale_a: Tensor, inverse_scale_b: T
     return inverse_scale_a * factor, inverse_scale_b / factor
 
 
+@torch.compiler.assume_constant_result
 @functools.cache
 def _cpu_multiplies_by_rows() -> bool:
     """Tell whether PyTorch's own kernel for the CPU takes a scale for each row: torch 2.11's does not, 2.13's does."""
