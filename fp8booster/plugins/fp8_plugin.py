@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from colossalai.accelerator import get_accelerator
 from colossalai.booster.plugin.plugin_base import Plugin
 from colossalai.checkpoint_io import CheckpointIO
@@ -166,8 +168,11 @@ class FP8Plugin(Plugin):
         """Return the encoding of gradients, activations and tokens that are sent in FP8."""
         return self.fp8_config.messages or Encoding()
 
-    def __del__(self) -> None:
+    def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
         """Destroy the process groups, where Colossal-AI's plugin does; one whose arguments were refused has none."""
+        # a program that ends takes them with it, and what would destroy them may be gone already
+        if ends() or not dist.is_initialized():
+            return
         destroy = getattr(super(), "__del__", None)
         # Python calls this also where the constructor raised
         if destroy is not None and "pg_mesh" in vars(self):
