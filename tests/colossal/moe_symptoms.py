@@ -136,6 +136,15 @@ def _save_buffers() -> None:
     assert written == set(tiny_mixtral().state_dict()), "other keys"
 
 
+def _save_adapters() -> None:
+    from colossalai.checkpoint_io.utils import gather_state_dict_fast
+
+    value = torch.ones(2)
+    of_the_first = {"adapter": value} if dist.get_rank() == 0 else {}
+    gathered = gather_state_dict_fast(of_the_first, dist.group.WORLD)
+    assert gathered == ({"adapter": value} if dist.get_rank() == 0 else None)
+
+
 def _share_sequences() -> None:
     refusal: Exception | None = None
     try:
@@ -227,6 +236,7 @@ SYMPTOMS = {
         _load_states_of_one_holder, _STACKED if _IS_STACKED else "must match the size of tensor b"
     ),
     "moe_writes_each_weight_once": Symptom(_save_whole_models, "written twice"),
+    "ranks_without_adapters_send_none": Symptom(_save_adapters, "list index out of range"),
     "mixtures_have_a_policy": Symptom(_spread_another_family, "is not implemented"),
     "moe_saves_spread_experts_in_shards": Symptom(_save_one_file, "not refused"),
     "moe_saves_what_a_state_dict_holds": Symptom(_save_buffers, "other keys"),

@@ -240,3 +240,32 @@ def test_adapters_are_added_before_experts_are_spread(given: dict[str, Any]) -> 
     adapters = peft.LoraConfig(r=4, target_modules=[] if of_experts else "all-linear", **of_experts)
     with pytest.raises(ValueError, match="experts that are spread over ranks; add them before the plugin boosts"):
         peft.get_peft_model(run.model.unwrap(), adapters)
+
+
+@pytest.mark.parametrize("ep_size", [1, 2])
+@ranks(2)
+def test_adapters_are_saved_and_loaded(ep_size: int) -> None:
+    peft = pytest.importorskip("peft")
+
+    def adapted() -> HybridRun:
+        targets = ["q_proj"] if MAJOR > 4 else ["q_proj", "up_proj"]  # of experts too, where they are modules
+        config = peft.LoraConfig(r=16, target_modules=targets, init_lora_weights=False)
+        return start(plugin(ep_size, **IN_FP8), peft.get_peft_model(tiny_mixture("Qwen3-MoE"), config), lr=RATE)
+
+    run = adapted()
+    learned(run, 1)
+    folder = saved(run, f"adapted {ep_size}")
+    run.booster.save_lora_as_pretrained(run.model, f"{folder}/adapters", use_safetensors=True)
+    dist.barrier()
+    expected = learned(run, 2)
+    other = adapted()
+    learned(other, 1)
+    assert learned(load(other, folder), 2) == pytest.approx(expected, rel=2e-2)
+    values, files = (
+        dict(peft.PeftModel.from_pretrained(tiny_mixture("Qwen3-MoE"), f"{folder}/adapters").named_parameters()),
+        written(folder),
+    )
+    of_adapters = {name.removeprefix("base_model.model."): each for name, each in values.items() if "lora_" in name}
+    assert of_adapters
+    for name, value in of_adapters.items():
+        assert torch.equal(files[name].to(value), value), name

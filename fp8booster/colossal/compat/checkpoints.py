@@ -153,18 +153,22 @@ def shards_name_a_tied_weight_once(
     load_sub_module: bool = True,
 ) -> None:
     """Without it: RuntimeError: Missing key(s) in state_dict: "lm_head.weight"."""
-    from colossalai.interface.model import PeftUnwrapMixin
-
     upstream(model, state_dict, missing_keys, strict, load_sub_module)
     if not strict:
         return
-    loaded = model.base_model if isinstance(model, PeftUnwrapMixin) else model
     # past GeminiDDP's own, which takes no such argument
-    parameters = dict(nn.Module.named_parameters(loaded, remove_duplicate=False))
+    parameters = dict(nn.Module.named_parameters(_module_of(model), remove_duplicate=False))
     missing = set(missing_keys[-1])
     # a name is not missing where its tensor came under another
     found = {parameter for name, parameter in parameters.items() if name not in missing}
     missing_keys[-1] = [name for name in missing_keys[-1] if parameters.get(name) not in found]
+
+
+def _module_of(unwrapped: Any) -> nn.Module:
+    """Return the module of what `ModelWrapper.unwrap` gives, which has few of its methods where peft adapts it."""
+    from colossalai.interface.model import PeftUnwrapMixin
+
+    return unwrapped.base_model if isinstance(unwrapped, PeftUnwrapMixin) else unwrapped
 
 
 @patch(
@@ -235,7 +239,7 @@ def pipeline_stages_load_a_weight_that_they_share(
         for by_stage, group in zip(by_stages, model.shared_param_process_groups, strict=True)
         if len(by_stage) > 1 and model.stage_manager.stage in by_stage
     ]
-    with _found({parameter for parameter, _ in shared}, model.unwrap()) as found:
+    with _found({parameter for parameter, _ in shared}, _module_of(model.unwrap())) as found:
         upstream(self, model, *args, **kwargs)
     sources = [_stage_that_loaded(parameter in found, group) for parameter, group in shared]
     if all(source is None for source in sources):
@@ -395,7 +399,7 @@ def moe_saves_what_a_state_dict_holds(
     from colossalai.utils import get_non_persistent_buffers_set
 
     # its own set is without those of the modules inside
-    with temporarily(model, _non_persistent_buffers_set=get_non_persistent_buffers_set(model)):
+    with temporarily(_module_of(model), _non_persistent_buffers_set=get_non_persistent_buffers_set(model)):
         yield from upstream(model, *args, **kwargs)
 
 
@@ -411,7 +415,7 @@ def moe_writes_each_weight_once(upstream: Callable, model: nn.Module, *args: Any
 
     from fp8booster.nn.experts.spread import spread_of
 
-    spreads = [spread for parameter in model.parameters() if (spread := spread_of(parameter)) is not None]
+    spreads = [spread for _, parameter in model.named_parameters() if (spread := spread_of(parameter)) is not None]
     if all(spread.first == 0 for spread in spreads):
         yield from upstream(model, *args, **kwargs)
         return
@@ -429,3 +433,15 @@ def moe_writes_each_weight_once(upstream: Callable, model: nn.Module, *args: Any
         yield from upstream(model, *args, **kwargs)
     finally:
         del vars(model)["named_parameters"]  # and none of the class's is left behind, which a copy would hold
+
+
+@wrap(
+    "checkpoint_io.utils:gather_state_dict_fast",
+    "1142,1153",
+    "adapters are saved, and no expert that another rank holds has any",
+)
+def ranks_without_adapters_send_none(upstream: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Without it: IndexError: list index out of range."""
+    start = dist.batch_isend_irecv
+    with temporarily(dist, batch_isend_irecv=lambda operations: start(operations) if operations else []):
+        return upstream(*args, **kwargs)
