@@ -21,11 +21,13 @@ from fp8booster.colossal.hybrid.optimizer import FP8HybridParallelAMPOptimizer, 
 from fp8booster.colossal.pipeline import compress_pipeline
 from fp8booster.colossal.sharding import require_sharding
 from fp8booster.colossal.tensor import compress_groups, convert_sharded_to_fp8, fuse_sharded
+from fp8booster.colossal.unwrapped import module_of
 from fp8booster.colossal.zero.gradient_order import keep_one_order
 from fp8booster.colossal.zero.late_weights import make_parameters_plain, wait_before_forward
 from fp8booster.colossal.zero.optimizer import FP8ZeroOptimizer, zero_part_of
 from fp8booster.comm.ddp import BUCKET_MB
 from fp8booster.config import FP8Config
+from fp8booster.nn.saves import refuse_saves
 from fp8booster.plugins.fp8_plugin import Engine, FP8Plugin, zero_engine
 
 
@@ -90,6 +92,13 @@ class HybridParallelPlugin(FP8Plugin, plugin.HybridParallelPlugin):
         """Convert and fuse the sharded layers; reduce gradients, and with ZeRO gather weights, in FP8."""
         # before fusing, which asks each layer whether and how it multiplies in FP8
         self.convert_sharded(model)
+        sizes = {name: getattr(self, name, 1) for name in ("tp_size", "pp_size", "ep_size")}
+        if parted := ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1):
+            refuse_saves(
+                module_of(model.unwrap()),
+                f"each rank holds a part of the model ({parted}), which save_pretrained would write for the whole; "
+                "call booster.save_model(model, folder, shard=True) on every rank, or give a whole state_dict",
+            )
         unwrapped, with_zero = model.unwrap(unwrap_peft=False), isinstance(optimizer, LowLevelZeroOptimizer)
         late = self.zero_stage > 0 and self.zero_config["overlap_allgather"]
         if self.fp8_config.fused:

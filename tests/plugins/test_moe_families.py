@@ -269,3 +269,45 @@ def test_adapters_are_saved_and_loaded(ep_size: int) -> None:
     assert of_adapters
     for name, value in of_adapters.items():
         assert torch.equal(files[name].to(value), value), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@ranks(2)
+def test_a_part_is_not_saved_for_the_whole(family: str) -> None:
+    model = boosted(family, 2, **IN_FP8).model
+    folder = str(shared_folder(f"parts {family}"))
+    with pytest.raises(ValueError, match=r"a part of the model \(ep_size=2\).*call booster\.save_model"):
+        model.unwrap().save_pretrained(folder)
+    if any(spread_of(parameter) is not None for parameter in model.parameters()):
+        with pytest.raises(TypeError, match=r"cannot be pickled.*call booster\.save_model"):
+            torch.save(model.unwrap(), f"{folder}/model.pt")
+    whole = tiny_mixture(family).state_dict()
+    if dist.get_rank() == 0:
+        model.unwrap().save_pretrained(folder, state_dict=whole)
+        assert written(folder).keys() <= whole.keys()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@ranks(2)
+def test_experts_that_one_rank_has_all_of_are_saved_as_others(family: str) -> None:
+    model = boosted(family, 1, **IN_FP8).model
+    folder = shared_folder(f"one part {family}")
+    if dist.get_rank() == 0:
+        torch.save(model.state_dict(), folder / "model.pt")
+        model.unwrap().save_pretrained(str(folder))
+        assert written(str(folder))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@ranks(2)
+def test_ranks_generate_until_the_last_one_has_ended(family: str) -> None:
+    run = boosted(family, 2, **IN_FP8)
+    network = run.model.eval().unwrap()
+    network.generation_config.eos_token_id = None
+    tokens, length = batch_of(dist.get_rank())[:1, :4], 2 + 4 * dist.get_rank()
+    asked = {"attention_mask": torch.ones_like(tokens), "do_sample": False, "pad_token_id": 0}
+    with torch.no_grad():
+        made = network.generate(tokens, max_new_tokens=length, **asked)
+    assert made.shape == (1, 4 + length)
+    run.model.train()
+    learned(run, 1)

@@ -16,6 +16,7 @@ from torch import nn
 from fp8booster.colossal.compat.accelerator import wrap_on_cpu
 from fp8booster.colossal.compat.registry import Kind, Replacements, by_name, patch, refuse, wrap
 from fp8booster.colossal.temporarily import temporarily
+from fp8booster.colossal.unwrapped import module_of
 from fp8booster.reading import COPY_AGAIN, faults_named, read_index
 
 _HYBRID = "checkpoint_io.hybrid_parallel_checkpoint_io:HybridParallelCheckpointIO."
@@ -157,18 +158,11 @@ def shards_name_a_tied_weight_once(
     if not strict:
         return
     # past GeminiDDP's own, which takes no such argument
-    parameters = dict(nn.Module.named_parameters(_module_of(model), remove_duplicate=False))
+    parameters = dict(nn.Module.named_parameters(module_of(model), remove_duplicate=False))
     missing = set(missing_keys[-1])
     # a name is not missing where its tensor came under another
     found = {parameter for name, parameter in parameters.items() if name not in missing}
     missing_keys[-1] = [name for name in missing_keys[-1] if parameters.get(name) not in found]
-
-
-def _module_of(unwrapped: Any) -> nn.Module:
-    """Return the module of what `ModelWrapper.unwrap` gives, which has few of its methods where peft adapts it."""
-    from colossalai.interface.model import PeftUnwrapMixin
-
-    return unwrapped.base_model if isinstance(unwrapped, PeftUnwrapMixin) else unwrapped
 
 
 @patch(
@@ -239,7 +233,7 @@ def pipeline_stages_load_a_weight_that_they_share(
         for by_stage, group in zip(by_stages, model.shared_param_process_groups, strict=True)
         if len(by_stage) > 1 and model.stage_manager.stage in by_stage
     ]
-    with _found({parameter for parameter, _ in shared}, _module_of(model.unwrap())) as found:
+    with _found({parameter for parameter, _ in shared}, module_of(model.unwrap())) as found:
         upstream(self, model, *args, **kwargs)
     sources = [_stage_that_loaded(parameter in found, group) for parameter, group in shared]
     if all(source is None for source in sources):
@@ -399,7 +393,7 @@ def moe_saves_what_a_state_dict_holds(
     from colossalai.utils import get_non_persistent_buffers_set
 
     # its own set is without those of the modules inside
-    with temporarily(_module_of(model), _non_persistent_buffers_set=get_non_persistent_buffers_set(model)):
+    with temporarily(module_of(model), _non_persistent_buffers_set=get_non_persistent_buffers_set(model)):
         yield from upstream(model, *args, **kwargs)
 
 

@@ -63,7 +63,7 @@ class MixturePolicy(Policy):
                 spread = spread_of(parameter)
                 if spread is not None:
                     set_moe_tensor_ep_group(parameter, config.ep_group)
-                    if isinstance(module, SpreadExperts):  # checkpoints have all experts in it
+                    if isinstance(module, SpreadExperts) and spread.sends:  # checkpoints have all experts in it
                         init_tensor_as_customization_distributed(parameter, spread.own, spread.gathered)
         return self.model
 

@@ -160,6 +160,12 @@ class Spread:
     def __deepcopy__(self, memo: dict[int, Any]) -> Spread:
         return self  # a copy of a block has the same ranks, and groups cannot be copied
 
+    def __reduce__(self) -> tuple:
+        raise TypeError(
+            "experts that are spread over ranks cannot be pickled, for each rank holds a part of them; call "
+            "booster.save_model(model, folder, shard=True) on every rank"
+        )
+
     @property
     def sends(self) -> bool:
         """Tell whether `mix` must send tokens to other ranks; else this one holds all experts."""

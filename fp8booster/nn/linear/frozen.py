@@ -7,10 +7,8 @@ gradient is multiplied by them before its cast.
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +24,7 @@ from fp8booster.nn.linear.layer import FP8Layer, FP8Linear, note_read
 from fp8booster.nn.linear.shared_input import share_input
 from fp8booster.nn.linear.speed_model import TokenCounts
 from fp8booster.nn.modules import change_class
+from fp8booster.nn.saves import IN_FP8, guard_saves
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.freshness import reusable
 from fp8booster.nn.weights.source import FrozenWeight
@@ -57,6 +56,8 @@ class FrozenLayer(FP8Layer):
     float32: [] tensorwise, [output features, 1] rowwise, or one for each block of 128 x 128 values; and of a calibrated
     layer `input_amax`. A state dict with a 16-bit `weight` loads too: it is cast.
     """
+
+    why_not_saved: ClassVar[str] = IN_FP8
 
     fp8_data: nn.Parameter
     """The bytes of the FP8 matrix that products read, uint8: [N16, K16], or multiples of 128 with blockwise scales."""
@@ -198,7 +199,7 @@ class FrozenLayer(FP8Layer):
         self.fp8_casts, self.in_fp8 = Casts(config), TokenCounts()
         self._forget_uses()
         self.register_parameter("input_amax", None)
-        _guard_saves()
+        guard_saves()
 
     @torch.no_grad()
     def hold_cast_of(self, matrix: torch.Tensor, amax: torch.Tensor | None = None) -> None:
@@ -357,40 +358,3 @@ def _nothing(shape: tuple[int, int], config: FP8Config, device: torch.device) ->
     if scales.dim() == 2:
         scales[:, columns // multiple :] = 0  # as `blockwise_cast` leaves them
     return QuantizedMatrix(data, data.new_empty(0), scales, None)
-
-
-_GUARDED = "_fp8booster_guarded"
-
-
-def _guard_saves() -> None:
-    """Let `save_pretrained` of transformers refuse to write weights in FP8; nothing without transformers.
-
-    It would write them with a config that names no quantization, and read them back as if each scale were 1.
-    """
-    models = sys.modules.get("transformers.modeling_utils")
-    base: Any = getattr(models, "PreTrainedModel", None)
-    if base is None or hasattr(base.save_pretrained, _GUARDED):
-        return
-    save = base.save_pretrained
-
-    @functools.wraps(save)
-    def guarded(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        given = kwargs.get("state_dict", args[2] if len(args) > 2 else None)
-        if given is None:
-            in_fp8 = any(isinstance(module, FrozenLayer) for module in self.modules())
-        else:
-            in_fp8 = any(isinstance(value, torch.Tensor) and value.dtype in FORMATS for value in given.values())
-        # of a model that transformers added adapters to, it writes these alone
-        only_adapters = getattr(self, "_hf_peft_config_loaded", False) and kwargs.get("save_peft_format", True)
-        if in_fp8 and not only_adapters:
-            raise ValueError(
-                "the model's weights are in FP8, which save_pretrained would write as if they had no scales; write it "
-                'with fp8booster.export(model, folder), in FP8, or with format="bf16" in 16 bits'
-            )
-        return save(self, *args, **kwargs)
-
-    setattr(guarded, _GUARDED, True)
-    base.save_pretrained = guarded
-
-
-_guard_saves()  # for a model that is unpickled, none of whose layers is made
