@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as shard_by_torch
 
 from fp8booster import FP8Config, fully_shard, report
+from fp8booster.comm.encoding import DEFAULT, Encoding
 from fp8booster.nn.experts.grouped import grouped_experts
 from fp8booster.nn.weights.resharded import ReshardedWeight
 from tests.distributed import ranks
@@ -50,8 +51,8 @@ def sharded_by_torch(family: str) -> nn.Module:
     return model
 
 
-def in_fp8(family: str, **options: object) -> nn.Module:
-    return fully_shard(tiny_mixture(family).float(), FP8Config(always=True), **options)
+def in_fp8(family: str, *, messages: Encoding | None = DEFAULT, **options: object) -> nn.Module:
+    return fully_shard(tiny_mixture(family).float(), FP8Config(always=True, messages=messages), **options)
 
 
 def ways(model: nn.Module) -> set[str | None]:
@@ -68,6 +69,14 @@ def test_they_learn_as_torch_s_do(family: str) -> None:
     assert learned(model) == pytest.approx(learned(exact), rel=1e-2)
     assert evaluated(model) == pytest.approx(evaluated(exact), rel=1e-2)
     assert ways(model) == {None}
+
+
+@ranks(2)
+def test_weights_that_are_gathered_in_16_bits_are_cast_again_in_backward() -> None:
+    model, gathered_in_fp8 = in_fp8("Qwen3-MoE", messages=None), in_fp8("Qwen3-MoE")
+    assert learned(model) == pytest.approx(learned(gathered_in_fp8), rel=1e-2)
+    assert ways(model) == {None}
+    assert not any(layer.fp8_weight.lacks_values for each in grouped_experts(model) for layer in each.products()[0])
 
 
 @ranks(2)
