@@ -1,4 +1,4 @@
-"""What `save_pretrained` of transformers refuses to write, for it would be read back as another model."""
+"""Refuse saves by `save_pretrained` of transformers that would be read back as another model."""
 
 from __future__ import annotations
 
