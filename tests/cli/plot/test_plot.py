@@ -97,10 +97,7 @@ def test_the_worst_tensor_comes_first_with_its_numbers(run: Path) -> None:
     assert cells == [DOWN, "input", "25", "20 %", "12.5 dB", "0", "0", "321", "150", "e4m3"]
     record = json.loads(CliRunner().invoke(app, ["plot", str(run), "--json"]).stdout)
     assert [record["worst"][0][name] for name in ("layer", "step", "flushed")] == [DOWN, 150, 0.2]
-    assert record["not_in_fp8"] == [
-        "lm_head (FP8Config.layers leaves it out)",
-        "conv.weight (a module of another kind)",
-    ]
+    assert record["not_in_fp8"] == ["lm_head (FP8Config.layers leaves it out)", "conv.weight (no linear layer)"]
     assert record["in_fp8"] == "1 of 2, and 1 of 2 other weights"
 
 
