@@ -407,14 +407,15 @@ def _bypassed(model: nn.Module) -> dict[nn.Module, str]:
 
     A layer by itself may wait for its turn, as an expert does or half of a GAN. It was passed over where somebody
     looked at its weight, or where another layer of the module that holds it has run. Experts in one parameter were
-    where a layer of the same decoder layer has run.
+    where a layer of the same decoder layer has run. Those that ran as one were not, whoever looked.
     """
     found: dict[nn.Module, str] = {}
+    ran_as_one = {each for block in grouped_experts(model) if block.has_run for each in block.experts}
     # a model that has not run yet has passed over nothing
     has_run = any(layer.has_run for layer in model.modules() if isinstance(layer, FP8Layer))
     for holder in model.modules() if has_run else ():
         layers = [child for child in holder.children() if isinstance(child, FP8Layer)]
-        for layer in layers:
+        for layer in layers if holder not in ran_as_one else ():
             if layer.has_run:
                 continue
             if layer.weight_read_in_training or layer.weight_read_in_evaluation or layer.fp8_weight.was_read:

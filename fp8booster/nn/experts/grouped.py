@@ -97,6 +97,9 @@ class GroupedExperts:
     are_whole: bool = False
     """Weights that are whole only while something runs are so while the experts are computed."""
 
+    has_run: bool = False
+    """The experts were computed as one, which their layers do not see."""
+
     def __init__(self, experts: Sequence[nn.Module]) -> None:
         self.experts = tuple(experts)
         self._reasons: dict[bool, dict[str, None]] = {True: {}, False: {}}  # in training, and in evaluation
@@ -249,6 +252,7 @@ class GroupedExperts:
             activation = partial(activate, gated=True, saving=saving, weights=of_rows)
             return run_stacks(tokens.to(torch.bfloat16), layout, up, activation, down, layout)
 
+        self.has_run = True
         return self._gathered(looked.look, compute)
 
     def _gathered(self, look: Look, compute: Callable[[], torch.Tensor]) -> torch.Tensor:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as shard_by_torch
 
-from fp8booster import FP8Config, fully_shard, report
+from fp8booster import FP8Config, convert_to_fp8, fully_shard, fuse, report
 from fp8booster.comm.encoding import DEFAULT, Encoding
 from fp8booster.nn.experts.grouped import grouped_experts
 from fp8booster.nn.weights.resharded import ReshardedWeight
@@ -69,6 +69,23 @@ def test_they_learn_as_torch_s_do(family: str) -> None:
     assert learned(model) == pytest.approx(learned(exact), rel=1e-2)
     assert evaluated(model) == pytest.approx(evaluated(exact), rel=1e-2)
     assert ways(model) == {None}
+
+
+@ranks(2)
+@pytest.mark.parametrize("by_torch", [False, True])
+def test_the_report_counts_them_whose_weights_fsdp2_has_read(by_torch: bool) -> None:
+    if by_torch:
+        model = convert_to_fp8(tiny_mixture("Qwen3-MoE").float(), FP8Config(always=True))
+        fuse(model)
+        for unit in (*model.model.layers, model):
+            shard_by_torch(unit, mp_policy=IN_BF16)
+    else:
+        model = in_fp8("Qwen3-MoE")
+    assert not any(block.has_run for block in grouped_experts(model))
+    learned(model, 1)
+    rows = [row for row in report(model).rows if ".experts." in row.name]
+    assert rows
+    assert {row.passes for row in rows} == {("FP8", "FP8", "FP8")}
 
 
 @ranks(2)
