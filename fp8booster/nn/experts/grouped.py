@@ -43,10 +43,10 @@ from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.freshness import captured_without_copies, reusable
 from fp8booster.tensor import QuantizedMatrix
 
-ONE_BY_ONE_FROM = 1e11
+ONE_BY_ONE_FROM = 2.2e11
 """Rows times input times output features of a product of one expert, in the mean over experts and products, from which
-one by one is faster. Of 4096 x 14336 features, 1024 rows (6e10) were 34 % faster grouped and 2048 rows (1.2e11) 9 %
-slower (benchmarks/results/h200/experts_NVIDIA-H200_2026-11-21_torch-2.11.0-cu130.md)."""
+one by one is faster. Of 8 experts with 4096 x 14336 features and 2048 rows each (1.8e11) grouped ones were 8 % faster,
+with 6144 x 16384 and as many rows (3.1e11) 12 % slower (benchmarks/results/h200/experts-one-by-one.md)."""
 
 
 Grouped = Callable[[torch.Tensor | FP8Rows, HostCopy, float], torch.Tensor | None]
