@@ -142,7 +142,7 @@ def _wider(row: ScaleRow) -> str:
     """Return a remedy that gives small values of a tensor more room."""
     apart = 'give each row its scale (FP8Config(scaling="rowwise")), or leave this layer in 16 bits (layers=...)'
     if row.role == "output gradient" and row.format == "e4m3":
-        return f"take formats=Formats(gradient=torch.float8_e5m2), {apart}"
+        return f"take formats=Formats(gradient=torch.float8_e5m2), which experts in grouped products do not, {apart}"
     if row.role in MOMENTS:
         return "take torch.optim.AdamW, whose moments are in FP32"
     if row.role == SAVED:

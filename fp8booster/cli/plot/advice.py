@@ -168,6 +168,10 @@ def advise(scales: Scales, worst: Sequence[Worst]) -> list[Advice]:
     inner = [each for each in above if each not in at_ends]
     gradients = [each for each in inner if each.role == "output gradient"]
     narrow = [each for each in gradients if "e5m2" not in each.format.lower() and scaling != "blockwise"]
+    of_experts: list[Worst] = []
+    if "e5m2" in str(config.get("formats", {}).get("gradient")).lower():
+        narrow, of_experts = [], narrow
+        gradients = [each for each in gradients if each not in of_experts]
     rules = (
         (_REAL_TIME, clipped, "with clipped values, of which scales from their own amax have none"),
         (_SMOOTH, of_swiglu, why_larger),
@@ -185,6 +189,12 @@ def advise(scales: Scales, worst: Sequence[Worst]) -> list[Advice]:
         reason = (
             f"{_counted(bad)} with values that are not finite, {first}: they were so before the cast, and no scale "
             "helps. Look at the data and the learning rate before that step."
+        )
+        advice.append(Advice(None, reason))
+    if of_experts:
+        reason = (
+            f"{_counted(of_experts)} {_ABOVE} in grouped products of experts, which multiply E4M3 alone; if the loss "
+            "suffers, leave these experts in 16 bits by FP8Config(layers=...)."
         )
         advice.append(Advice(None, reason))
     for option, found, why in rules:

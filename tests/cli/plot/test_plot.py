@@ -277,6 +277,16 @@ def test_a_recipe_is_advised_for_what_it_is_for(
     fp8_config(options)  # it takes such options
 
 
+def test_experts_in_grouped_products_are_not_advised_a_format_that_they_cannot_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"scaling": "tensorwise", "formats": {"gradient": "float8_e5m2"}}
+    monkeypatch.setitem(HEADER, "config", config)
+    found = advised(tmp_path, gradients_are_flushed)
+    assert list(found) == [None]
+    assert "grouped products of experts, which multiply E4M3 alone" in found[None]
+
+
 @pytest.mark.parametrize(("factor", "planted", "steps"), [(1, 0, 8), (200, 0, 1), (200, 0, 8), (200, 4, 8)])
 def test_of_a_model_with_a_large_channel_a_recipe_is_advised_with_its_numbers(
     tmp_path: Path, factor: int, planted: int, steps: int
