@@ -139,7 +139,10 @@ def load_model(
     frozen = config if in_fp8 and is_in_fp8(source.model) else None
     if frozen is not None:  # the folder has decided which layers are in FP8
         config = replace(config, layers=lambda name, module: False, vocabulary_head=False)
-    model = build_model(folder, folder_config(folder), device, checkpointing=False, frozen=frozen)
+    about = folder_config(folder)
+    if getattr(about, "output_router_logits", False):
+        about.output_router_logits = False  # the balance of experts is of training, and no part of the text's loss
+    model = build_model(folder, about, device, checkpointing=False, frozen=frozen)
     if batches is not None:
         scales = (each.fp8_config.finer_scales for each in model.modules() if isinstance(each, FrozenFP8Linear))
         if finer := next(filter(None, scales), None):

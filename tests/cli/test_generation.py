@@ -19,6 +19,8 @@ from transformers import (
     JambaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 from typer.testing import CliRunner
 
@@ -117,6 +119,15 @@ def test_a_model_is_given_the_cache_that_it_takes(model, folder, tmp_path):
     printed, told = generate(tmp_path / "model", *(("--precision", "bf16") if of_states else ()))
     assert printed.startswith(PROMPT)
     assert kept(told)[1] <= 0.01 if of_states else kept(told)[1] > 0
+
+
+def test_a_mixture_that_was_trained_with_a_loss_of_balance_generates(folder, tmp_path):
+    """With transformers 4.51 that loss fails on one token with a cache."""
+    shutil.copytree(folder, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors", "*config.json"))
+    shutil.copy(folder / "tokenizer_config.json", tmp_path / "model")
+    config = Qwen3MoeConfig(vocab_size=512, **SIZES, num_experts=4, num_experts_per_tok=2, output_router_logits=True)
+    Qwen3MoeForCausalLM(config).bfloat16().save_pretrained(tmp_path / "model")
+    assert generate(tmp_path / "model")[0].startswith(PROMPT)
 
 
 def test_the_settings_are_the_command_s_and_not_the_folder_s(folder, tmp_path):

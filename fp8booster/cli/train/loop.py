@@ -337,7 +337,7 @@ class Trainer:
         peak = torch.tensor(get_accelerator().max_memory_allocated(), dtype=torch.int64, device=self._device)
         # the rank that needs most decides which GPU is large enough
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-        layers, others = self._rows()
+        layers, others, loads = self._rows()
         if dist.get_rank() == 0:
             result = {
                 "step": self._step,
@@ -346,6 +346,7 @@ class Trainer:
                 "parameters": self._parameters,
                 "layers": layers,
                 "others": others,
+                "loads": loads,
                 "traffic": self._traffic.rows(),
                 "limit": self._limit.record([*layers, *others]),
             }
@@ -353,10 +354,10 @@ class Trainer:
         dist.barrier()  # a command looks whether it is there when its own ranks have ended
 
     def _rows(self) -> list[list[dict[str, Any]]]:
-        """Return rows of the report, those of all pipeline stages: of linear layers, and of other parameters."""
+        """Return rows of the report, those of all pipeline stages: of linear layers, other parameters, and loads."""
         network = self._boosted.adapted or self._boosted.model.unwrap()
         found = report(network)
-        tables = [[dataclasses.asdict(row) for row in rows] for rows in (found.rows, found.outside)]
+        tables = [[dataclasses.asdict(row) for row in rows] for rows in (found.rows, found.outside, found.loads)]
         for row in itertools.chain(*tables):
             row["name"] = row["name"].replace("_fsdp_wrapped_module.", "").removeprefix("base_model.model.")
         if not self._boosted.pipelined:

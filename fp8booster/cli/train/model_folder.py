@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -262,7 +264,7 @@ def require_model(model: str, count: int | None) -> None:
 
 
 def require_shareable(config: PretrainedConfig, parallel: Parallel) -> None:
-    """Raise ValueError where the ranks that share a layer cannot divide its attention heads, or its experts."""
+    """Raise ValueError where ranks cannot divide the model's layers, their attention heads, or its experts."""
     if parallel.ep > 1:
         experts = experts_of(config)
         if experts is None and "expert" not in str(config.to_dict()):
@@ -281,6 +283,29 @@ def require_shareable(config: PretrainedConfig, parallel: Parallel) -> None:
                     f"The model has {heads} {name.removeprefix('num_').replace('_', ' ')}, which {flag} {ranks} "
                     f"cannot divide; give another {flag}."
                 )
+    _require_divisible(config, parallel)
+
+
+def _require_divisible(config: PretrainedConfig, parallel: Parallel) -> None:
+    """Raise ValueError for a model that Colossal-AI cannot divide so, which else ranks find that have built it."""
+    flags = [f"--{name} {size}" for name in ("tp", "pp", "sp") if (size := getattr(parallel, name)) > 1]
+    if not flags:
+        return
+    with contextlib.redirect_stderr(io.StringIO()):  # what libraries say while they are imported
+        import fp8booster.plugins  # noqa: F401  which knows more models
+        from colossalai.shardformer.policies.auto_policy import get_autopolicy
+
+        from fp8booster.colossal.moe.policy import MixturePolicy
+    model = model_of_config(config)
+    name, asked = type(model).__name__, " and ".join(flags)
+    try:
+        policy = get_autopolicy(model)
+    except NotImplementedError:
+        raise ValueError(f"Colossal-AI cannot divide a {name} among ranks; leave {asked} out.") from None
+    if isinstance(policy, MixturePolicy):
+        raise ValueError(
+            f"Of a {name} the experts alone are divided among ranks, by --plugin moe and --ep; leave {asked} out."
+        )
 
 
 def build_model(

@@ -30,7 +30,7 @@ from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.delivered import delivered_recipe
 from fp8booster.nn.weights.freshness import reusable
 from fp8booster.nn.weights.source import CachedWeight, WeightSource
-from fp8booster.nn.weights.stacking import are_stacked, stack_rows, stacked_view
+from fp8booster.nn.weights.stacking import are_stacked, holders, stack_rows, stacked_view
 
 _in_training = attrgetter("training")
 _may_be_filled = attrgetter("fp8_weight.may_be_filled")
@@ -307,8 +307,8 @@ def _lay_together(weights: Sequence[Tensor]) -> str:
         first = weights[0]
         if (weight.dtype, weight.device, weight.shape[1]) != (first.dtype, first.device, first.shape[1]):
             return "their weights do not fit together"
-        # an engine may write to the memory that it saw, as ZeRO does when it gathers; it has hooks on the gradients
-        if weight._post_accumulate_grad_hooks or weight.untyped_storage().nbytes() != weight.nbytes:
+        # an engine writes to the memory that it holds, as ZeRO does when it gathers
+        if weight.untyped_storage().nbytes() != weight.nbytes or holders(weight) > holders(torch.empty(1)):
             return "others, such as an engine, hold the memory of their weights; fuse the model before it is boosted"
     with torch.no_grad():
         whole = torch.cat([weight.detach() for weight in weights])

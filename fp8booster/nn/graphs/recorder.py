@@ -17,6 +17,7 @@ from torch import Tensor
 from fp8booster.comm.observer import observer
 from fp8booster.nn.graphs.breaks import Cut
 from fp8booster.nn.weights.freshness import replay_uncounted
+from fp8booster.nn.weights.stacking import holders
 
 Made = TypeVar("Made")
 
@@ -322,10 +323,7 @@ class Recorder:
         self._outside.update(made)
         return Place(made[0], self.holders(made[0]))
 
-    @staticmethod
-    def holders(tensor: Tensor) -> int:
-        """Return the number of tensors and others that hold the memory of one."""
-        return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    holders = staticmethod(holders)
 
     def place_like(self, tensor: Tensor, number: int) -> Tensor:
         """Return a place that all graphs of this recorder share, for what is laid there and used up in one replay.

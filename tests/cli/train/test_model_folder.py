@@ -262,6 +262,21 @@ def test_experts_are_read_by_the_name_that_transformers_5_writes(tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["num_experts"] == 8
 
 
+@pytest.mark.parametrize("size", [{"tp": 2}, {"pp": 2, "micro_batches": 2}, {"sp": 2, "sp_mode": "all_to_all"}])
+def test_models_that_ranks_cannot_divide_are_told(size: dict):
+    from transformers import GPTNeoXConfig, LlamaConfig, Qwen3MoeConfig
+
+    small = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}
+    (flag, ranks), *_ = size.items()
+    require_shareable(LlamaConfig(**small, num_key_value_heads=4), Parallel(plugin="hybrid", **size))
+    with pytest.raises(ValueError, match=f"divide a GPTNeoXForCausalLM among ranks; leave --{flag} {ranks} out"):
+        require_shareable(GPTNeoXConfig(**small), Parallel(plugin="hybrid", **size))
+    mixture = Qwen3MoeConfig(**small, num_key_value_heads=4, num_experts=4)
+    require_shareable(mixture, Parallel(plugin="moe", ep=2))
+    with pytest.raises(ValueError, match=f"experts alone .* leave --{flag} {ranks} out"):
+        require_shareable(mixture, Parallel(plugin="moe", **size))
+
+
 def test_experts_that_ranks_cannot_divide_are_told():
     from transformers import LlamaConfig, MixtralConfig, Qwen3MoeConfig
 
