@@ -123,7 +123,13 @@ class FP8Plugin(Plugin):
             # what the user gave wins, also where it is Colossal-AI's own default
             arguments = {**self.fp8_defaults, **arguments}
         # with use_fp8 off all is Colossal-AI's; with it on, its own FP8 stays off, since ours takes its place
-        super().__init__(**arguments, fp8_communication=communication and not use_fp8)
+        try:
+            super().__init__(**arguments, fp8_communication=communication and not use_fp8)
+        except AssertionError as error:
+            raise ValueError(
+                f"{type(self).__name__} does not take these arguments on {dist.get_world_size()} ranks, says "
+                f"Colossal-AI: {error or 'it gives no reason'}; give others, or start as many ranks as they need"
+            ) from error
         self.use_fp8 = use_fp8
         self.logger = get_dist_logger()
         self.engine = self.find_engine(arguments)

@@ -311,3 +311,15 @@ def test_ranks_generate_until_the_last_one_has_ended(family: str) -> None:
     assert made.shape == (1, 4 + length)
     run.model.train()
     learned(run, 1)
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    ("sizes", "says"), [({"ep_size": 3}, "dp_size should be divisible by ep_size"), ({"tp_size": 4}, "tp_size 4")]
+)
+def test_sizes_that_do_not_divide_the_ranks_are_told(sizes: dict[str, int], says: str) -> None:
+    from fp8booster.plugins import MoeHybridParallelPlugin
+
+    whole = {"tp_size": 1, "pp_size": 1, "ep_size": 1, "zero_stage": 1, "precision": "bf16"}
+    with pytest.raises(ValueError, match=f"on 2 ranks, .*{says}.* give others"):
+        MoeHybridParallelPlugin(**{**whole, **sizes}, use_fp8=True)

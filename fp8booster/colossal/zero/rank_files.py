@@ -163,8 +163,8 @@ class _Written:
         if sharding != _sharding(optimizer) or (by != ranks and sharding != ZERO_ALONE):
             raise ValueError(
                 f"the {what} in {folder} were written by {by} ranks with {sharding}, and this run has {ranks} with "
-                f"{_sharding(optimizer)}; resume with the same ranks, --tp, --pp, --ep and --zero, or from the model "
-                "and the optimizer's states alone"
+                f"{_sharding(optimizer)}; resume with the same ranks, --tp, --pp, --ep and --zero, or begin anew from "
+                "the model that was saved beside them"
             )
         for writer, (file, of_file) in enumerate(zip(files, metadata, strict=True)):
             if (said := of_file.get(_WRITER, f"{writer} of {by}")) != f"{writer} of {by}":  # old files say nothing
