@@ -1,4 +1,4 @@
-"""Every weight learns with every plugin, in layers that stay in 16 bits too: what is saved is not what training began with.
+"""Every weight learns with every plugin, in layers that stay in 16 bits too: none is saved as training began with it.
 
 An engine that gathers to memory which a layer no longer reads trains its masters alone, while the loss falls.
 """

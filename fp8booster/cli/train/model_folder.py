@@ -292,9 +292,9 @@ def _require_divisible(config: PretrainedConfig, parallel: Parallel) -> None:
     if not flags:
         return
     with contextlib.redirect_stderr(io.StringIO()):  # what libraries say while they are imported
-        import fp8booster.plugins  # noqa: F401  which knows more models
         from colossalai.shardformer.policies.auto_policy import get_autopolicy
 
+        import fp8booster.plugins  # noqa: F401  which knows more models
         from fp8booster.colossal.moe.policy import MixturePolicy
     model = model_of_config(config)
     name, asked = type(model).__name__, " and ".join(flags)

@@ -139,7 +139,7 @@ def test_layers_that_cannot_be_merged_run_one_by_one_and_it_says_why(change: str
         fuse(model.bfloat16())
         model, reason = model.float(), moved
     elif change == "parameters held by an engine":
-        engine = [parameter.data.view(-1) for parameter in model.parameters()]  # as ZeRO's, which gathers to them
+        _engine = [parameter.data.view(-1) for parameter in model.parameters()]  # as ZeRO's, which gathers to them
         places = [parameter.data_ptr() for parameter in model.parameters()]
         fuse(model)
         assert places == [parameter.data_ptr() for parameter in model.parameters()]
