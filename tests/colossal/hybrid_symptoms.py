@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import tempfile
 from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from tests.colossal.models import tiny_llama
 from tests.colossal.symptom import Symptom
@@ -148,7 +150,32 @@ def _clip_without_gradients() -> None:
         assert reduce.called, "the other stages wait for ever"
 
 
+def _save_a_padded_vocabulary() -> None:
+    from tests.colossal.hybrid.runs import native, start
+
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    run = start(native("DP2", zero_stage=1), tiny_llama(vocab_size=101))
+    head = run.model.unwrap().lm_head.weight
+    padded = head.detach().clone()
+    errors: list[str | None] = [None] * dist.get_world_size()
+    own = None
+    try:
+        run.booster.save_model(run.model, folder[0], shard=True, use_safetensors=True)
+    except AttributeError as error:
+        own = str(error)
+    dist.all_gather_object(errors, own)  # the first rank alone writes
+    assert not any(errors), errors
+    saved: dict[str, torch.Tensor] = {}
+    for file in Path(folder[0]).glob("*.safetensors"):
+        saved |= load_file(file)
+    assert torch.equal(saved["lm_head.weight"], padded[:101])
+    run.booster.load_model(run.model, folder[0])
+    assert torch.equal(head, padded)
+
+
 SYMPTOMS = {
+    "detached_weights_lose_their_padding": Symptom(_save_a_padded_vocabulary, "_unpad_detach"),
     "zero_runs_where_a_group_is_empty": Symptom(_train_an_empty_group, "list index out of range"),
     "norms_are_added_without_gradients_too": Symptom(_clip_without_gradients, "wait for ever"),
     "masters_are_plain_tensors": Symptom(_train_colo_parameters_without_zero, "moments do not decay"),

@@ -7,6 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -65,6 +66,22 @@ def _save_late_weights() -> None:
 def _save_states() -> None:
     booster, _, optimizer = _trained()
     booster.save_optimizer(optimizer, _shared_folder(), shard=True)
+
+
+def _save_all_experts_in_one_file() -> None:
+    booster, model, _ = _trained(ep_size=1)
+    errors: list[str | None] = [None] * dist.get_world_size()
+    own = None
+    try:
+        with mock.patch.object(dist, "barrier"):  # at which others would wait for ever for one that failed
+            found = booster.checkpoint_io.pre_save_model(model)
+        names = dict(model.unwrap().named_parameters())
+        assert found.keys() >= names.keys(), "other names"
+        assert all(torch.equal(found[name], weight) for name, weight in names.items())
+    except Exception as error:
+        own = str(error)
+    dist.all_gather_object(errors, own)  # the first rank alone gathers
+    assert not any(errors), errors
 
 
 def _save_states_of_one_holder() -> None:
@@ -230,6 +247,10 @@ SYMPTOMS = {
     "moe_waits_before_saving": Symptom(_save_late_weights, "saved before they were there"),
     "moe_states_are_gathered_on_cpu": Symptom(
         _save_states, "NVIDIA driver" if torch.backends.cuda.is_built() else "not compiled with CUDA"
+    ),
+    "moe_saves_the_names_of_the_model": Symptom(_save_all_experts_in_one_file, "other names"),
+    "moe_models_are_gathered_on_cpu": Symptom(
+        _save_all_experts_in_one_file, "NVIDIA driver" if torch.backends.cuda.is_built() else "not compiled with CUDA"
     ),
     "moe_gathers_states_of_all_experts": Symptom(_save_states_of_one_holder, _STACKED if _IS_STACKED else "saved flat"),
     "moe_divides_states_of_all_experts": Symptom(

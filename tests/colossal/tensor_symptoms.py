@@ -23,6 +23,13 @@ def _run_gpt2() -> None:
     assert model(input_ids=tokens, labels=tokens, attention_mask=torch.ones_like(tokens)).loss.isfinite()
 
 
+def _reduce_behind_a_conv1d() -> None:
+    tokens = token_batch(0)
+    model = shard(tiny_gpt2(), fp8_communication=True)
+    model(input_ids=tokens, labels=tokens, attention_mask=torch.ones_like(tokens)).loss.backward()
+    assert model.transformer.h[0].attn.c_attn.weight.grad.isfinite().all()
+
+
 def _gather_by_ring() -> None:
     from colossalai.shardformer.layer import _operation
 
@@ -319,6 +326,7 @@ _IS_4 = version("transformers").startswith("4.")
 
 SYMPTOMS: dict[str, Any] = {
     "a_cpu_is_no_cuda_device_to_set": Symptom(_run_gpt2, "Expected a cuda device"),
+    "conv1d_names_the_group": Symptom(_reduce_behind_a_conv1d, "group"),
     "ring_gathers_what_others_hold": Symptom(_gather_by_ring, "other ranks' parts are missing"),
     "llama_is_causal_along_a_sequence": Symptom(_look_ahead, "tokens attend to those that follow"),
     "qwen2_is_causal_along_a_sequence": Symptom(_look_ahead_in_a_pipeline, "tokens attend to those that follow"),

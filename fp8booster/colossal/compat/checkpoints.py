@@ -284,6 +284,30 @@ def _stage_that_loaded(has_loaded: bool, group: dist.ProcessGroup) -> int | None
     return None
 
 
+@wrap_on_cpu(f"{_MOE}pre_save_model", "697")
+def moe_models_are_gathered_on_cpu(upstream: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Without it: AssertionError: Torch not compiled with CUDA enabled (or RuntimeError: no NVIDIA driver)."""
+    with temporarily(torch.Tensor, cuda=lambda tensor, *_, **__: tensor):
+        return upstream(*args, **kwargs)
+
+
+@wrap(f"{_MOE}pre_save_model", "687", "MoeHybridParallelPlugin, saving a model in one file")
+def moe_saves_the_names_of_the_model(upstream: Callable, self: Any, model: Any) -> Any:
+    """Without it names begin with "module.", and no plugin loads the file."""
+    return upstream(self, model.unwrap() if hasattr(model, "unwrap") else model)
+
+
+@wrap(
+    "tensor.padded_tensor.api:_hijack_back_detach_and_clone",
+    "47",
+    "a vocabulary that HybridParallel pads, as GPT-2's, saved without tensor parallelism",
+)
+def detached_weights_lose_their_padding(upstream: Callable, tensor: torch.Tensor) -> torch.Tensor:
+    """Without it: AttributeError: 'Tensor' object has no attribute '_unpad_detach'."""
+    # what `detach` of a padded tensor gives knows the padding, and its methods are its own
+    return upstream(tensor) if hasattr(tensor, "_unpad_detach") else tensor
+
+
 @wrap_on_cpu(f"{_MOE}gather_from_sharded_optimizer_state", "284")
 def moe_states_are_gathered_on_cpu(upstream: Callable, *args: Any, **kwargs: Any) -> Any:
     """Without it: AssertionError: Torch not compiled with CUDA enabled (or RuntimeError: no NVIDIA driver)."""

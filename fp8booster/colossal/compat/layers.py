@@ -61,6 +61,18 @@ def operations_ask_for_fp8(upstream: Callable, *args: Any, **kwargs: Any) -> Any
 
 
 @wrap(
+    "shardformer.layer._operation:_reduce",
+    "119",
+    "fp8_communication=True, or use_fp8, with layers of a sharded GPT-2 that stay in 16 bits",
+)
+def conv1d_names_the_group(upstream: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Without it backward raises TypeError: _reduce() got an unexpected keyword argument 'group'."""
+    if "group" in kwargs:
+        kwargs["process_group"] = kwargs.pop("group")
+    return upstream(*args, **kwargs)
+
+
+@wrap(
     "shardformer.layer._operation:gather_forward_split_backward linear_gather_forward_reducescatter_backward "
     "linear_reducescatter_forward_gather_backward matmul_gather_forward_reducescatter_backward",
     "585,770,1358",
