@@ -260,5 +260,6 @@ def graphs_end_before_groups(upstream: Callable, *args: Any, **kwargs: Any) -> A
     """Without it the program hangs where it ends: NCCL waits until no graph is left that holds one of the group's
     collectives. No longer needed when PyTorch frees them.
     """
-    free_graphs()
+    group = args[0] if args else kwargs.get("group")
+    free_graphs(None if group in (None, dist.group.WORLD) else getattr(group, "group_name", ""))
     return upstream(*args, **kwargs)

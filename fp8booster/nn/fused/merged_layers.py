@@ -301,6 +301,7 @@ _MOVED = "their weights have moved since; fuse the model when it has its dtype a
 
 def _lay_together(weights: Sequence[Tensor]) -> str:
     """Move weights stacked by rows; return why they do not lie so, if ever they do not."""
+    alone = holders(torch.empty(1, dtype=torch.uint8, device="cpu"))
     for weight in weights:
         if type(weight) is not nn.Parameter or weight.is_meta:
             return "their weights are not plain parameters"
@@ -308,7 +309,7 @@ def _lay_together(weights: Sequence[Tensor]) -> str:
         if (weight.dtype, weight.device, weight.shape[1]) != (first.dtype, first.device, first.shape[1]):
             return "their weights do not fit together"
         # an engine writes to the memory that it holds, as ZeRO does when it gathers
-        if weight.untyped_storage().nbytes() != weight.nbytes or holders(weight) > holders(torch.empty(1)):
+        if weight.untyped_storage().nbytes() != weight.nbytes or holders(weight) > alone:
             return "others, such as an engine, hold the memory of their weights; fuse the model before it is boosted"
     with torch.no_grad():
         whole = torch.cat([weight.detach() for weight in weights])

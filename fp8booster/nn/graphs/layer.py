@@ -360,6 +360,7 @@ class LayerGraphs:
                     results=kind.results or (),
                     breaking=held.breaking,
                     gradients="copied" if copies else "shared" if shares else "own",
+                    sends=kind.sends,
                 )
         raise RuntimeError("memory that other graphs keep is freed meanwhile")
 

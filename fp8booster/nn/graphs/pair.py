@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import count
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from fp8booster.nn.graphs.breaks import Result
 from fp8booster.nn.graphs.recorder import Memory, Place, Recorder
@@ -34,13 +37,28 @@ class Freed(Exception):
 _LIVE: weakref.WeakSet[GraphPair] = weakref.WeakSet()  # all that have graphs
 
 
-def free_graphs() -> None:
-    """Free the graphs of all layers of this process; a layer that runs again is captured anew.
+def free_graphs(group: str | None = None) -> None:
+    """Free graphs of all layers of this process; a layer that runs again is captured anew.
 
     For what waits until no graph is left that uses it, as NCCL does before it gives up a communicator.
+
+    Args:
+        group: name of a process group, whose collectives are in them; None: all graphs.
     """
-    while _LIVE:
-        _LIVE.pop().free()
+    for pair in [each for each in _LIVE if group is None or group in each.groups]:
+        _LIVE.discard(pair)
+        pair.free()
+
+
+def _collectives() -> dict[str, int]:
+    """Return how many collectives each process group has begun, by its name; 0 where its backend does not count."""
+    found: dict[str, int] = {}
+    groups: Any = distributed_c10d._world.pg_map if dist.is_initialized() else ()
+    for group in groups:
+        found[group.group_name] = 0
+        with suppress(RuntimeError):
+            found[group.group_name] = group._get_sequence_number_for_group()
+    return found
 
 
 Gradients = Literal["own", "shared", "copied"]
@@ -97,6 +115,7 @@ class GraphPair:
         results: of the eager calls that break the graphs.
         breaking: modules whose calls are such.
         gradients: how parameters get theirs.
+        sends: the call communicates with other ranks.
 
     Raises:
         RuntimeError: the layer cannot be captured.
@@ -119,6 +138,7 @@ class GraphPair:
         results: Sequence[Result] = (),
         breaking: Sequence[torch.nn.Module] = (),
         gradients: Gradients = "own",
+        sends: bool = False,
     ) -> None:
         self.lacks_graphs = False  # they were given up
         self.was_set_aside = False
@@ -137,10 +157,15 @@ class GraphPair:
         # not that of the call, which autograd knows on the stream of the capture
         self._always = torch.empty(0, dtype=torch.float32, device=self._call.inputs[0].device).requires_grad_()
         self.refresh()
+        before = _collectives()
         try:
             self._capture(gradients)
         finally:
             self._call.end()
+        found = _collectives()
+        self.groups = {name for name in found if found[name] != before.get(name)}
+        if sends and not self.groups:  # a backend does not count what is captured
+            self.groups = set(found)
         self._ticket: weakref.ref[_Ticket] | None = None
         self._steps = Steps.count
         _LIVE.add(self)
