@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import gc
+from itertools import count
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from fp8booster.monitor.traffic import count_traffic
-from fp8booster.nn.graphs import capture_layers, recorder
+from fp8booster.nn.graphs import capture_layers, pair, recorder
 from fp8booster.nn.graphs.layer import WARM_UP
 from tests.colossal.models import tiny_llama, token_batch
 from tests.colossal.symptom import Symptom
@@ -60,10 +62,15 @@ def _destroy_a_group() -> None:
         patch.setattr(recorder, "recorder_for", lambda _: record)
         model = tiny_llama().train()
         assert capture_layers(model)
-        for _ in range(WARM_UP + 1):
-            model(input_ids=token_batch(0), labels=token_batch(0), use_cache=False).loss.backward()
+        group, begun = dist.new_group(), count()
+        with mock.patch.object(pair, "_collectives", side_effect=lambda: {group.group_name: next(begun)}):
+            for _ in range(WARM_UP + 1):
+                model(input_ids=token_batch(0), labels=token_batch(0), use_cache=False).loss.backward()
         assert record.graphs
-        dist.destroy_process_group(dist.new_group())
+        dist.destroy_process_group(dist.new_group())  # another, which they do not use
+        gc.collect()
+        assert record.graphs
+        dist.destroy_process_group(group)
         gc.collect()
         assert not record.graphs, "graphs are left, and NCCL waits for them"
 

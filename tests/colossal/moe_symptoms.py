@@ -134,7 +134,7 @@ def _save_whole_models() -> None:
 def _save_one_file() -> None:
     booster, model, _ = _trained()
     # what is not refused fails on all ranks at once: in Colossal-AI some would wait for others that failed
-    model.state_dict = _unreadable
+    model.state_dict = model.unwrap().state_dict = _unreadable
     refusal: Exception | None = None
     try:
         booster.save_model(model, f"{_shared_folder()}/model.bin")
