@@ -126,6 +126,8 @@ class FP8Plugin(Plugin):
         try:
             super().__init__(**arguments, fp8_communication=communication and not use_fp8)
         except AssertionError as error:
+            if not dist.is_initialized():
+                raise RuntimeError(str(error)) from error  # it names the call that must come first
             raise ValueError(
                 f"{type(self).__name__} does not take these arguments on {dist.get_world_size()} ranks, says "
                 f"Colossal-AI: {error or 'it gives no reason'}; give others, or start as many ranks as they need"

@@ -109,3 +109,10 @@ def test_each_plugin_refuses_before_it_boosts(name: str) -> None:
 def test_ddp_without_fp8_messages_reduces_sparse_gradients() -> None:
     assert plugin_called("DDP", use_fp8=True, fp8_communication=False).engine.sparse_gradients
     assert not plugin_called("DDP", use_fp8=True).engine.sparse_gradients
+
+
+def test_a_plugin_that_is_made_too_early_names_the_call_that_comes_first() -> None:
+    from fp8booster.plugins import LowLevelZeroPlugin
+
+    with pytest.raises(RuntimeError, match=r"use colossalai\.launch"):
+        LowLevelZeroPlugin(precision="bf16", use_fp8=True)
