@@ -47,7 +47,8 @@ def gathered(model: nn.Module) -> int:
         for param in params_of(unit)
         if isinstance(param, FP8FSDPParam)
     ]
-    held = [each for param in params for each in (*param.all_gather_outputs, param._unsharded_param)]
+    held = [each for param in params for each in param.all_gather_outputs]
+    held += [param._unsharded_param for param in params if hasattr(param, "_unsharded_param")]  # gathered before
     storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in held}
     return sum(size for size in storages.values() if size > 4)  # one value stands for all of a parameter
 
