@@ -37,6 +37,7 @@ from fp8booster.nn.experts.fp8_rows import FP8Rows, SendBack
 from fp8booster.nn.experts.row_layout import RowLayout
 from fp8booster.nn.linear.functional import applied_directly, once_differentiable
 from fp8booster.nn.weights.casting import Casts
+from fp8booster.nn.weights.pinned import Copies, copies_held
 from fp8booster.nn.weights.source import BackwardWeight
 from fp8booster.scaling import INPUT, OUTPUT_GRADIENT
 from fp8booster.tensor import QuantizedMatrix
@@ -175,7 +176,9 @@ class _GroupedLinear(torch.autograd.Function):
             *(((w.data if late else w.transpose), w.inverse_scales) if save_w else (None, None)),
         )
         ctx.how, ctx.late, ctx.for_input, ctx.is_transposed = how, late, for_input, w.is_transposed
-        ctx.count, ctx.shape = len(weights), weights[0].shape
+        ctx.shapes = [weight.shape for weight in weights]
+        # parameters get their gradients as the product gives them: nothing is computed with these on the way
+        ctx.given_on = all(each.is_leaf and each.requires_grad and each.dtype == torch.bfloat16 for each in weights)
         y = grouped_product(
             x.data if how.reads is None else _laid_out(x.data, how.reads)[0],
             _by_expert(w.data, len(how.groups.ends), not w.is_transposed),
@@ -201,7 +204,7 @@ class _GroupedLinear(torch.autograd.Function):
             dy = dy._replace(data=data, transpose=transpose)
         dx: torch.Tensor | None = None
         arrives: Callable[[], torch.Tensor] | None = None
-        dw: Sequence[torch.Tensor | None] = (None,) * ctx.count
+        dw: Sequence[torch.Tensor | None] = (None,) * len(ctx.shapes)
         if for_input:
             if how.backward_weight is not None:
                 # its scale too: where an engine gathers again, forward's may be another's by now
@@ -222,10 +225,11 @@ class _GroupedLinear(torch.autograd.Function):
             outputs, inputs = (dy.transpose, dy.inverse_scale), (x8, x_inverse_scale)
             (rows, scale_of_rows), (columns, scale) = (inputs, outputs) if ctx.is_transposed else (outputs, inputs)
             options = _options(config, "wgrad", UNEVEN * how.filled_rows // len(groups.ends))
-            whole = summed_product(
-                rows, columns, scale_of_rows, scale, groups, factor=how.weight_gradient_factor, **options
-            )
-            dw = whole.view(ctx.count, *ctx.shape).unbind(0)  # in one call, for there may be hundreds
+            options = {"factor": how.weight_gradient_factor, **options}
+            wgrad = functools.partial(_wgrad, groups.rows, ctx.shapes, options)
+            given = rows, columns, scale_of_rows, scale, groups.ends
+            follow = Copies.follow if ctx.given_on and copies_held(rows) else None
+            dw = wgrad(*given) if follow is None else follow(wgrad, given, ctx.shapes)
         return dx if arrives is None else arrives(), *(None,) * 3, *dw
 
 
@@ -237,6 +241,20 @@ def _options(config: FP8Config, name: str, length: int) -> dict[str, bool]:
     options = config.product_options
     fast = options["fprop"]["fast_accumulation"] and length <= FAST_SUM
     return {**options[name], "fast_accumulation": True} if fast else options[name]
+
+
+def _wgrad(
+    count: int,  # of rows
+    shapes: Sequence[torch.Size],
+    options: dict[str, Any],
+    a: torch.Tensor,
+    b: torch.Tensor,
+    inverse_scale_a: torch.Tensor,
+    inverse_scale_b: torch.Tensor,
+    ends: torch.Tensor,
+) -> Sequence[torch.Tensor]:
+    whole = summed_product(a, b, inverse_scale_a, inverse_scale_b, Groups(count, ends), **options)
+    return whole.view(len(shapes), *shapes[0]).unbind(0)  # in one call, for there may be hundreds
 
 
 def _dgrad(

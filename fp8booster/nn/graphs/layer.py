@@ -58,17 +58,6 @@ MOST_OF_HOST = 1.5
 in which the GPU waits, and copies into and out of graphs would cost up to 4 %. One that sends to other ranks is
 captured whatever it takes, for its kernels wait for the slowest host."""
 
-NO_WAIT = 1.1
-"""A layer's forward that takes the GPU more than so many times as long as the host: the GPU waits for no launch of it,
-and copies of gradients out of graphs would only cost. One that waits for each takes as long as the host."""
-
-LEAST_GAIN = 0.01
-"""Copies that take less than this part of a layer's time do not count."""
-
-COPY_RATE = 1.1e12
-"""Bytes a second of gradients that graphs copy out, on an H100: those of experts, of which no product can be told where
-to write, took 4.3 ms of a step for 4.8 GB (benchmarks/results/h100/experts-rows.md)."""
-
 
 class NoRoom(Refused):
     """Graphs would take memory that eager layers need; the message tells how much."""
@@ -287,14 +276,15 @@ class LayerGraphs:
             kind.why_not = "it draws random numbers, which checkpointing must draw again"
         if recompute and kind.results:
             kind.why_not = COMPUTED_AGAIN
-        seconds: list[float] = []
         # how long a GPU takes that waits for another rank's host says nothing of this one
         if not kind.pairs and kind.why_not is None and self.shared.only_where_host_limits and not kind.sends:
             seconds = [found for measured in kind.gpu_seconds if (found := measured()) is not None]
             if len(seconds) < len(kind.gpu_seconds):  # the GPU is so far behind that it has not come to all of them
                 self.why_not = TOO_EARLY
                 return None
-            kind.why_not = _why_leave_alone(kind.host_seconds, seconds, copied=0)
+            # the first calls compile kernels
+            if min(seconds) > MOST_OF_HOST * kind.host_seconds:
+                kind.why_not = "the GPU takes longer than the host"
         record = self.shared.record_on(given[0].device)
         if record is None:
             kind.why_not = "CUDA graphs take a GPU"
@@ -304,11 +294,8 @@ class LayerGraphs:
         if kind.why_not is None and record is not None:
             try:
                 pair = self._captured(kind, record, forward, layer, args, kwargs, given, recompute)
-                kind.why_not = _why_leave_alone(kind.host_seconds, seconds, pair.copied) if seconds else None
-                if kind.why_not is None:
-                    kind.pairs.append(pair)
-                    return pair
-                pair.free()
+                kind.pairs.append(pair)
+                return pair
             except Moved:
                 kind.why_not = "its FP8 weights have no memory of their own"
             except Refused as error:
@@ -419,13 +406,3 @@ def _warm_up(
 
 def _nothing() -> tuple[int, int]:
     return 0, 0
-
-
-def _why_leave_alone(host_seconds: float, gpu_seconds: list[float], copied: int) -> str | None:
-    # a GPU that waits for the host takes as long as that; the first calls compile kernels
-    gpu = min(gpu_seconds)
-    if gpu > MOST_OF_HOST * host_seconds:
-        return "the GPU takes longer than the host"
-    # backward takes about twice as long as forward, on the host and on the GPU
-    least = MOST_OF_HOST * host_seconds - gpu if gpu <= NO_WAIT * host_seconds else LEAST_GAIN * gpu
-    return "graphs would copy gradients for longer than the host takes" if 3.0 * least < copied / COPY_RATE else None

@@ -5,6 +5,7 @@ between calls that run eagerly (`breaks`).
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -16,13 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from fp8booster.nn.graphs.breaks import Result
+from fp8booster.nn.graphs.breaks import Cut, Result
 from fp8booster.nn.graphs.recorder import Memory, Place, Recorder
 from fp8booster.nn.graphs.static_call import StaticCall, parameters_of
-from fp8booster.nn.graphs.values import is_plain
+from fp8booster.nn.graphs.values import Refused, is_plain
 from fp8booster.nn.linear.functional import applied_directly, once_differentiable
 from fp8booster.nn.weights.engine import pin_all
-from fp8booster.nn.weights.pinned import Use, copies_are_held
+from fp8booster.nn.weights.pinned import Use, copies_are_held, products_follow
 from fp8booster.scaling.steps import Steps
 
 
@@ -64,7 +65,8 @@ def _collectives() -> dict[str, int]:
 Gradients = Literal["own", "shared", "copied"]
 """How graphs give parameters their gradients. FP8 products write them to places that stay, and gradients are views of
 these: "own" ones, two bytes a parameter; or "shared" ones, which the next layer's products write, for who uses up the
-gradients of one layer before the next goes backward. Or they are "copied" from the graphs' memory, which takes time."""
+gradients of one layer before the next goes backward. Or they are "copied" from the graphs' memory, which takes time.
+Products that take no place, as those of experts, are computed behind the graphs in any case, into new memory."""
 
 
 class _Part(NamedTuple):
@@ -81,6 +83,37 @@ class _Part(NamedTuple):
 
     def view(self) -> Tensor:
         return self.place.as_strided(self.size, self.stride, self.offset)
+
+
+class _Following:
+    """A product that is computed behind the graphs, of what they have written.
+
+    Args:
+        function, tensors, shapes: as `weights.pinned.Follow` takes them.
+    """
+
+    def __init__(
+        self, function: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor], shapes: Sequence[torch.Size]
+    ) -> None:
+        self._function, self.tensors = function, tensors
+        self._numbers = tensors[0].new_empty(len(shapes), dtype=torch.bfloat16)
+        self.stand_ins = [self._numbers[number].expand(shape) for number, shape in enumerate(shapes)]
+        """Stand for its gradients, and have no memory for values."""
+
+    def number_of(self, gradient: Tensor) -> int | None:
+        """Return for which of its gradients one stands; None: for none."""
+        return int(gradient.storage_offset()) if _address(gradient) == _address(self._numbers) else None
+
+    def let_go(self, record: Recorder) -> Callable[[], Sequence[Tensor]]:
+        """Return what computes it, and holds no memory of graphs."""
+        return partial(self._function, *map(record.let_go, self.tensors))
+
+
+class _Followed(NamedTuple):
+    """One of the gradients that a product behind the graphs gives."""
+
+    product: int
+    number: int
 
 
 class _Ticket:
@@ -194,8 +227,19 @@ class GraphPair:
             self._gradients_in = [record.place_like(each, next(number)) for each in outputs]
             for here in call.breaks:
                 here.gradients_in = [record.place_like(each, next(number)) for each in here.trained_inputs]
-            go_back = partial(call.backward, self._gradients_in)
-            backward, gradients = record.in_pieces(go_back, memory, across_threads=bool(call.breaks))
+            following: list[_Following] = []
+            gradients: list[Tensor | None] = []
+
+            def go_back(cut: Cut) -> list[Tensor | None]:
+                following.clear()
+                with products_follow(partial(_left_to, following)):
+                    gradients[:] = call.backward(self._gradients_in, cut)
+                    # what the products behind the graph read is a result of it, where their gradients are none
+                    found = [None if _followed_by(following, each) else each for each in gradients]
+                return [*found, *(tensor for each in following for tensor in each.tensors)]
+
+            backward, made = record.in_pieces(go_back, memory, across_threads=bool(call.breaks))
+            del made
             # what was computed last goes back first
             numbers = [number for number, here in enumerate(call.breaks) if here.went_back]
             self._backward = dict(zip([len(call.breaks), *reversed(numbers)], backward, strict=True))
@@ -204,7 +248,11 @@ class GraphPair:
         self._written = [each.memory for each in places.values()]
         given_in = {_address(each) for each in gradients if each is not None}
         self._places = [each for address, each in places.items() if address in given_in]
-        self._gradients = [None if each is None else self._kept_of(each, places) for each in gradients]
+        self._gradients = [self._kept_of(each, places, following) for each in gradients]
+        found = Counter(each.product for each in self._gradients if isinstance(each, _Followed))
+        if any(found[product] < len(each.stand_ins) for product, each in enumerate(following)):
+            raise Refused("a weight of experts gets several gradients in it")  # which were summed
+        self._following = [each.let_go(record) for each in following]
         self._outputs = [record.let_go(each) for each in outputs]
         used_up = set(map(_address, outputs))
         saved = set(map(_address, call.saved))
@@ -215,7 +263,9 @@ class GraphPair:
             here.gradients = []
             # what an eager call gives is used up by the next graph, unless that saves it
             here.lie_at([each if _address(each) in saved else record.let_go(each) for each in here.outputs])
-        del outputs, gradients, of_breaks
+        del outputs, of_breaks
+        gradients.clear()
+        following.clear()
         call.end()
         after = record.in_use(memory)
         # what forward kept and backward freed is written by this pair's replays all the same
@@ -226,15 +276,14 @@ class GraphPair:
             raise Freed
         self.order = memory.add(self, self._kept)
 
-    def _kept_of(self, gradient: Tensor, places: dict[int, Place]) -> Tensor | _Part:
+    def _kept_of(
+        self, gradient: Tensor | None, places: dict[int, Place], following: Sequence[_Following]
+    ) -> Tensor | _Part | _Followed | None:
         """Return what stands for a gradient that was captured, and does not hold its memory."""
+        if gradient is None or (followed := _followed_by(following, gradient)) is not None:
+            return None if gradient is None else followed
         place = places.get(_address(gradient))
         return self._record.let_go(gradient) if place is None else _Part.of(place.memory, gradient)
-
-    @property
-    def copied(self) -> int:
-        """Bytes that a replay of backward copies out: gradients that its products write to no place that stays."""
-        return sum(each.nbytes for each in self._gradients if isinstance(each, Tensor))
 
     def free(self) -> None:
         """Give up the graphs, once: what runs next raises."""
@@ -361,16 +410,25 @@ class GraphPair:
 
     def _found(self, ticket: _Ticket) -> list[Any]:
         """Return the gradients that a replay of backward has found, in memory that no other replay writes."""
-        if ticket.held is None:
-            copies = iter(_copied([each for each in self._gradients if not isinstance(each, _Part)]))
-            # a view that no one else has: autograd takes it for `.grad` as it is
-            return [each.view() if isinstance(each, _Part) else next(copies) for each in self._gradients]
-        found = _copied([each.view() if isinstance(each, _Part) else each for each in self._gradients])
-        places = [each.memory for each in self._places]
-        with torch.autograd._unsafe_preserve_version_counter(tuple(places)):  # the values are what they were
-            torch._foreach_copy_(places, ticket.held)
-        self._record.synchronize()
-        ticket.held = None
+        followed = [compute() for compute in self._following]
+        were_held = ticket.held is not None
+        stay = _Followed if were_held else (_Part, _Followed)
+        passing = [each for each in self._gradients if not isinstance(each, stay)]
+        copies = iter(_copied([each.view() if isinstance(each, _Part) else each for each in passing]))
+        if ticket.held is not None:
+            places = [each.memory for each in self._places]
+            with torch.autograd._unsafe_preserve_version_counter(tuple(places)):  # the values are what they were
+                torch._foreach_copy_(places, ticket.held)
+            self._record.synchronize()
+            ticket.held = None
+        found: list[Any] = []
+        for each in self._gradients:
+            if isinstance(each, _Followed):
+                found.append(followed[each.product][each.number])
+            elif isinstance(each, _Part) and not were_held:
+                found.append(each.view())  # that no one else has: autograd takes it for `.grad` as it is
+            else:
+                found.append(next(copies))
         return found
 
     def set_aside(self) -> None:
@@ -386,6 +444,26 @@ class GraphPair:
     def _versions(self) -> list[Any]:
         read: list[Any] = [(each._version, each.data_ptr()) for each in self._read]
         return read + [pinned.version() for pinned in self._pinned]
+
+
+def _left_to(
+    following: list[_Following],
+    function: Callable[..., Sequence[Tensor]],
+    tensors: Sequence[Tensor],
+    shapes: Sequence[torch.Size],
+) -> Sequence[Tensor]:
+    """Follow a graph, as `weights.pinned.Follow`."""
+    following.append(_Following(function, tensors, shapes))
+    return following[-1].stand_ins
+
+
+def _followed_by(following: Sequence[_Following], gradient: Tensor | None) -> _Followed | None:
+    """Return which gradient of a product behind the graphs one stands for; None: it is one itself, or there is none."""
+    for product, each in enumerate(following):
+        number = None if gradient is None else each.number_of(gradient)
+        if number is not None:
+            return _Followed(product, number)
+    return None
 
 
 def _address(tensor: Tensor) -> int:

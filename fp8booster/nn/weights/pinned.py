@@ -66,6 +66,13 @@ class Use:
         return self.source.pin(self.weights, self.casts, transpose=self.transpose, record=record)
 
 
+Follow = Callable[
+    [Callable[..., Sequence[torch.Tensor]], Sequence[torch.Tensor], Sequence[torch.Size]], Sequence[torch.Tensor]
+]
+"""Takes a function that gives gradients in BF16, the tensors that it is called with, and the shapes of the gradients.
+Returns what stands for these meanwhile, on which nothing may be computed."""
+
+
 class Copies:
     """State of the capture that this process makes, inside `copies_are_held`."""
 
@@ -74,6 +81,9 @@ class Copies:
 
     gradient_place: Callable[[tuple[int, int], torch.dtype], torch.Tensor | None] | None = None
     """Gives memory for the gradient of weights, by shape and type, where a graph shall write it; None: as elsewhere."""
+
+    follow: Follow | None = None
+    """Leaves a product that takes no place for its result to be computed behind the graph; None: in it."""
 
 
 def copies_held(tensor: torch.Tensor) -> bool:
@@ -119,3 +129,13 @@ def copies_are_held(
         yield
     finally:
         Copies.held, Copies.gradient_place = False, None
+
+
+@contextmanager
+def products_follow(follow: Follow) -> Iterator[None]:
+    """Inside, work that is captured leaves products to `follow`."""
+    before, Copies.follow = Copies.follow, follow
+    try:
+        yield
+    finally:
+        Copies.follow = before

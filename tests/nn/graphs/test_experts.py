@@ -13,6 +13,7 @@ from fp8booster.nn.graphs import captured_layers, graph_breaks
 from fp8booster.nn.graphs import layer as layer_module
 from fp8booster.nn.graphs.held import Held
 from fp8booster.nn.graphs.layer import WARM_UP
+from fp8booster.nn.graphs.pair import GraphPair
 from tests.nn.experts.test_fp8_experts import EACH, EXPERTS, HIDDEN, Experts
 from tests.nn.fsdp.resharding import follow_resharding
 from tests.nn.graphs.rerun import Rerun
@@ -46,6 +47,11 @@ def forward(of: nn.ModuleDict, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def pairs_of(captured: nn.ModuleDict) -> list[GraphPair]:
+    kinds = [kind for layer in captured["layers"] for kind in layer.fp8_graphs._kinds.values()]
+    return [pair for kind in kinds for pair in kind.pairs]
+
+
 @pytest.mark.usefixtures("record")
 def test_experts_are_captured_with_the_bits_of_eager_ones(device: torch.device) -> None:
     eager = model(device)
@@ -65,6 +71,59 @@ def test_experts_are_captured_with_the_bits_of_eager_ones(device: torch.device) 
             optimizer.zero_grad()
         assert all(map(torch.equal, *found)), step
     assert captured_layers(captured) == {None: LAYERS}
+    for pair in pairs_of(captured):  # gradients of experts are not copied
+        copied = sum(each.nbytes for each in pair._gradients if isinstance(each, torch.Tensor))
+        assert copied <= captured["layers"][0].gate.weight.nbytes + 2 * x.nbytes  # of the router and the input
+
+
+@pytest.mark.usefixtures("record")
+@pytest.mark.parametrize("ways", ["add up", "held", "go backward twice", "in FP32"])
+def test_gradients_of_experts_are_eager_ones(device: torch.device, ways: str) -> None:
+    eager = model(device)
+    if ways == "in FP32":
+        eager.float()
+    captured = copy.deepcopy(eager)
+    capture_layers(captured)
+    held: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+    for step in range(WARM_UP + 4):
+        x = torch.randn(2, 24, HIDDEN, generator=torch.Generator().manual_seed(step))
+        found = []
+        for each in (eager, captured):
+            made = forward(each, x.to(device, each["layers"][0].gate.weight.dtype).requires_grad_())
+            loss = made.float().square().mean()
+            if ways == "go backward twice":
+                loss.backward(retain_graph=True)
+            loss.backward()
+            found.append([parameter.grad for parameter in each.parameters()])
+        assert all(map(torch.equal, *found)), step
+        held.append((found[1], [each.clone() for each in found[1]]))
+        if ways != "add up" or step % 2:
+            for each in (eager, captured):
+                each.zero_grad()
+    if ways == "held":  # no later step writes them
+        assert all(torch.equal(*pair) for gradients in held for pair in zip(*gradients, strict=True))
+    assert captured_layers(captured) == {None: LAYERS}
+
+
+@pytest.mark.usefixtures("record")
+def test_experts_that_are_read_twice_in_a_layer_are_left_eager(device: torch.device) -> None:
+    class Twice(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(0.01 * super().forward(x))
+
+    eager = model(device)
+    for layer in eager["layers"]:
+        layer.__class__ = Twice
+    captured = copy.deepcopy(eager)
+    capture_layers(captured)
+    for step in range(WARM_UP + 2):
+        x = torch.randn(2, 24, HIDDEN, generator=torch.Generator().manual_seed(step)).bfloat16().to(device)
+        for each in (eager, captured):
+            each.zero_grad()
+            forward(each, x).float().mean().backward()
+        gradients = ([parameter.grad for parameter in each.parameters()] for each in (eager, captured))
+        assert all(map(torch.equal, *gradients)), step
+    assert captured_layers(captured) == {"a weight of experts gets several gradients in it": LAYERS}
 
 
 @pytest.mark.usefixtures("record")
@@ -75,8 +134,7 @@ def test_layers_whose_functions_hold_what_they_have_not_saved_share_memory(devic
     for _ in range(WARM_UP + 2):
         forward(captured, torch.randn(2, 24, HIDDEN, device=device).bfloat16()).sum().backward()
     assert captured_layers(captured) == {None: LAYERS}
-    kinds = [kind for layer in captured["layers"] for kind in layer.fp8_graphs._kinds.values()]
-    pairs = [pair for kind in kinds for pair in kind.pairs]
+    pairs = pairs_of(captured)
     assert len(pairs) == LAYERS
     assert len({id(pair._memory) for pair in pairs}) == 1
     if device.type == "cuda":  # the stand-in's graphs keep nothing that could be lost
