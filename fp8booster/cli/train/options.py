@@ -206,14 +206,14 @@ class TrainOptions:
             )
 
     def _check_lora(self) -> None:
-        """Raise ValueError for options of adapters without adapters, and for a plugin that cannot save them."""
+        """Raise ValueError for options of adapters without adapters, and for a plugin that does not train them."""
         if self.lora is None:
             for name in ("lora_alpha", "lora_targets"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"--{name.replace('_', '-')} is about adapters; give their rank as --lora.")
         elif self.plugin not in WITH_ADAPTERS:
             raise ValueError(
-                f"--plugin {self.plugin} saves no adapters; give --lora with --plugin {' or '.join(WITH_ADAPTERS)}."
+                f"--lora does not train with --plugin {self.plugin}; give --plugin {' or '.join(WITH_ADAPTERS)}."
             )
         elif self.plugin == "fsdp" and "bf16" in PRECISIONS[self.precision]:
             raise ValueError(

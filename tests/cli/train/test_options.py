@@ -95,7 +95,7 @@ def test_codes_are_saved_only_where_there_are_some(options):
         ({"lora": 0}, "--lora is 0; it must be at least 1"),
         ({"lora_alpha": 8.0}, "--lora-alpha is about adapters; give their rank as --lora"),
         ({"lora_targets": "q_proj"}, "--lora-targets is about adapters; give their rank as --lora"),
-        ({"lora": 8, "plugin": "gemini"}, "gemini saves no adapters; give --lora with --plugin low_level_zero or ddp"),
+        ({"lora": 8, "plugin": "gemini"}, "does not train with --plugin gemini; give --plugin low_level_zero or ddp"),
         ({"lora": 8, "plugin": "fsdp"}, "give --lora with --precision fp8, where what is frozen stays whole"),
     ],
 )
