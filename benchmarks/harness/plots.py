@@ -51,14 +51,14 @@ def plot_bars(
 
 
 def plot_differences(
-    path: Path, *, title: str, x_label: str, y_label: str, lines: Mapping[str, Sequence[tuple[float, float]]]
+    path: Path, *, title: str, x_label: str, y_label: str, lines: Mapping[str, Mapping[float, tuple[float, float]]]
 ) -> None:
-    """Write lines of (value, error) around zero over 1, 2, 3 ..., as a PNG; an error that is NaN is left out."""
+    """Write lines of (value, error) by x around zero, as a PNG; an error that is NaN is left out."""
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
     axes.axhline(0, color="gray", linewidth=1)
     for name, points in lines.items():
-        values, errors = zip(*points, strict=True)
-        axes.errorbar(range(1, len(points) + 1), values, yerr=errors, label=name, marker="o", capsize=3)
+        values, errors = zip(*points.values(), strict=True)
+        axes.errorbar(list(points), values, yerr=errors, label=name, marker="o", capsize=3)
     axes.set(title=title, xlabel=x_label, ylabel=y_label)
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")

@@ -15,7 +15,7 @@ from benchmarks.harness.results import Column, Record, Table
 from benchmarks.training.differences import Difference
 from benchmarks.training.runs import HELD_OUT, Point, Run
 from benchmarks.training.samples import TENTHS, recorded
-from benchmarks.training.variants import BF16, VARIANTS, Variant, base_of
+from benchmarks.training.variants import BF16, VARIANTS, Variant, base_of, reference_of
 
 Losses = Mapping[int, Mapping[str, Sequence[float]]]
 """By seed and variant, of every step; a seed has the variants that were trained."""
@@ -72,7 +72,8 @@ class Findings:
 
 
 NOTE = (
-    "The loss is the mean of a tenth of the steps, the difference that to BF16's of the same seed, over it. "
+    "The loss is the mean of a tenth of the steps, the difference that to BF16's of the same seed, over it: of BF16 "
+    "with fused blocks, where no other ran. "
     "After ± is the standard error of the mean over the seeds: two runs that round differently, as both "
     "variants of BF16 do, part from each other too, and what of a difference lies within a few of its errors "
     "may be chance."
@@ -132,7 +133,7 @@ def tenths(losses: Sequence[float]) -> list[float]:
     return [float(np.mean(part)) for part in np.array_split(losses, min(TENTHS, len(losses)))]
 
 
-def differences(losses: Losses, variant: str, reference: str = BF16) -> list[Difference]:
+def differences(losses: Losses, variant: str, reference: str) -> list[Difference]:
     """Return the differences of each tenth, over the seeds that have both the variant and the reference."""
     both = [by_variant for by_variant in losses.values() if variant in by_variant and reference in by_variant]
     if not both:
@@ -150,19 +151,23 @@ def end_table(found: Findings, variants: Sequence[str]) -> Table:
             {"seed": str(seed), "last": {name: tenths(each)[-1] for name, each in kept["losses"].items()}, **kept}
         )
     over_all: Record = {"seed": "all", "differences": {}}
+    of_all = reference_of(variants)
     for name in variants:
-        if name != BF16 and (course := differences(found.losses, name)):
+        if name != of_all and (course := differences(found.losses, name, of_all)):
             over_all["differences"][name] = course[-1].as_record()
     return Table(
         "ends",
         "The last tenth of the steps",
-        [Column("seed", lambda r: r["seed"]), *(Column(name, lambda r, name=name: _end(r, name)) for name in variants)],
+        [
+            Column("seed", lambda r: r["seed"]),
+            *(Column(name, lambda r, name=name: _end(r, name, of_all)) for name in variants),
+        ],
         [*records, over_all],
         NOTE,
     )
 
 
-def _end(record: Record, variant: str) -> str:
+def _end(record: Record, variant: str, reference: str) -> str:
     if "last" not in record:
         return record["differences"].get(variant, {}).get("shown", "")
     last = record["last"]
@@ -170,9 +175,9 @@ def _end(record: Record, variant: str) -> str:
         return f"not finite at step {record['not_finite'][variant]}"
     if variant not in last:
         return "-"
-    if variant == BF16 or BF16 not in last:
+    if variant == reference or reference not in last:
         return f"{last[variant]:.4f}"
-    return f"{last[variant]:.4f} ({100 * (last[variant] / last[BF16] - 1):+.2f} %)"
+    return f"{last[variant]:.4f} ({100 * (last[variant] / last[reference] - 1):+.2f} %)"
 
 
 def part_table(found: Findings, variants: Sequence[str]) -> Table:
@@ -275,7 +280,8 @@ def _shown(record: Record | None) -> str:
 
 def course_table(losses: Losses, variants: Sequence[str]) -> Table:
     """The mean difference of each tenth."""
-    of = {name: differences(losses, name) for name in variants if name != BF16}
+    of_all = reference_of(variants)
+    of = {name: differences(losses, name, of_all) for name in variants if name != of_all}
     steps = max((len(each) for by_variant in losses.values() for each in by_variant.values()), default=0)
     ends = np.cumsum([len(part) for part in np.array_split(range(steps), min(TENTHS, steps) or 1)])
     records = [
@@ -287,7 +293,7 @@ def course_table(losses: Losses, variants: Sequence[str]) -> Table:
     ]
     return Table(
         "course",
-        "Difference to BF16 on the way, the mean over seeds",
+        f"Difference to {of_all} on the way, the mean over seeds",
         [
             Column("steps", lambda r: r["steps"]),
             *(Column(name, lambda r, name=name: r["differences"].get(name, "-")) for name in of),
@@ -303,15 +309,31 @@ def in_order(labels: Iterable[str]) -> list[str]:
     return known + [label for label in labels if label not in known]
 
 
+def _way(found: Findings, variant: str, reference: str) -> dict[float, tuple[float, float]]:
+    """Return the difference on held-out text in percent, and its error, after so many millions of tokens."""
+    ratios: dict[float, list[float]] = {}
+    for by_variant in found.curves.values():
+        one, other = (by_variant.get(name, {}).get(HELD_OUT, []) for name in (variant, reference))
+        of_reference = {tokens: loss for tokens, loss, _ in other}
+        for tokens, loss, _ in one:
+            if tokens in of_reference:
+                ratios.setdefault(1e-6 * tokens, []).append(loss / of_reference[tokens] - 1)
+    return {tokens: Difference.of(each).in_percent for tokens, each in sorted(ratios.items())}
+
+
 def plot(stem: Path, found: Findings, variants: Sequence[str], title: str) -> list[str]:
-    """Draw the differences to BF16 over the tenths, and at the end with what was held out, as `stem` + suffixes.
+    """Draw the differences to BF16 over the tenths, on held-out text on the way, and at the end with text of other
+    kinds, as `stem` + suffixes.
 
     Returns:
         the names of the files that have something to show.
     """
-    percent = "loss over BF16's, %"
+    of_all = reference_of(variants)
+    percent = f"loss over that of {of_all}, %"
     drawn = []
-    lines = {name: course for name in variants if name != BF16 and (course := differences(found.losses, name))}
+    lines = {
+        name: course for name in variants if name != of_all and (course := differences(found.losses, name, of_all))
+    }
     if lines:
         drawn.append(f"{stem.name}.png")
         plot_differences(
@@ -319,13 +341,21 @@ def plot(stem: Path, found: Findings, variants: Sequence[str], title: str) -> li
             title=title,
             x_label="tenth of the steps",
             y_label=percent,
-            lines={name: [each.in_percent for each in course] for name, course in lines.items()},
+            lines={
+                name: {tenth: each.in_percent for tenth, each in enumerate(course, 1)} for name, course in lines.items()
+            },
+        )
+    ways = {name: way for name in lines if len(way := _way(found, name, of_all)) > 1}
+    if ways:
+        drawn.append(f"{stem.name}-held-out.png")
+        plot_differences(
+            stem.with_name(drawn[-1]), title=title, x_label="M tokens", y_label=f"held-out {percent}", lines=ways
         )
     texts = {"held out": found.held_out, **{kind: _of_kind(found, kind) for kind in _kinds(found)}}
     ends = {
         text: gaps
         for text, losses in texts.items()
-        if (gaps := {name: each for name in lines if (each := _gap(losses, name, BF16, "own"))})
+        if (gaps := {name: each for name in lines if (each := _gap(losses, name, of_all, "own"))})
     }
     if ends:
         drawn.append(f"{stem.name}-end.png")

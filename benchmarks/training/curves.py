@@ -11,7 +11,7 @@ from benchmarks.training.convergence import Findings
 from benchmarks.training.differences import Difference
 from benchmarks.training.runs import HELD_OUT, Point
 from benchmarks.training.samples import recorded_table
-from benchmarks.training.variants import BF16
+from benchmarks.training.variants import reference_of
 
 
 def timed_tables(found: Findings, variants: Sequence[str]) -> list[Table]:
@@ -28,6 +28,7 @@ def timed_tables(found: Findings, variants: Sequence[str]) -> list[Table]:
 
 def curve_table(found: Findings, variants: Sequence[str]) -> Table:
     """Show the loss of BF16 on each text after so many tokens, and the differences to it."""
+    of_all = reference_of(variants)
     points = {
         (seed, name, text, tokens): (loss, error)
         for seed, by_variant in found.curves.items()
@@ -42,43 +43,44 @@ def curve_table(found: Findings, variants: Sequence[str]) -> Table:
             name: {seed: points[key] for seed in found.curves if (key := (seed, name, text, tokens)) in points}
             for name in variants
         }
-        reference = losses.get(BF16, {})
+        reference = losses.get(of_all, {})
         gaps = {
             name: Difference.of(both).as_record()
             for name, of_seed in losses.items()
-            if name != BF16
+            if name != of_all
             if (both := [loss / reference[seed][0] - 1 for seed, (loss, _) in of_seed.items() if seed in reference])
         }
         mean = [float(value) for value in np.mean(list(reference.values()), axis=0)] if reference else None
-        records.append({"text": text, "tokens": tokens, "BF16": mean, "differences": gaps})
+        records.append({"text": text, "tokens": tokens, "reference": mean, "differences": gaps})
     return Table(
         "curves",
         "Loss on text that no run has trained on, on the way",
         [
             Column("text", lambda r: r["text"]),
             Column("M tokens", lambda r: f"{1e-6 * r['tokens']:.4g}"),
-            Column(BF16, lambda r: "-" if r["BF16"] is None else f"{r['BF16'][0]:.4f} ± {r['BF16'][1]:.4f}"),
+            Column(of_all, lambda r: "-" if r["reference"] is None else "{:.4f} ± {:.4f}".format(*r["reference"])),
             *(
                 Column(name, lambda r, name=name: r["differences"].get(name, {}).get("shown", "-"))
                 for name in variants
-                if name != BF16
+                if name != of_all
             ),
         ],
         records,
-        "BF16's loss is the mean over the seeds; after ± is its standard error over the text, which all runs share. "
-        "Of the others the difference to BF16 of the same seed; after ± is the standard error over the seeds.",
+        f"The loss of {of_all} is the mean over the seeds; after ± is its standard error over the text, which all runs "
+        "share. Of the others the difference to it, of the same seed; after ± is the standard error over the seeds.",
     )
 
 
 def equal_loss_table(found: Findings, variants: Sequence[str]) -> Table:
     """Show what each variant needs for the loss of BF16: tokens and time, compared with BF16's."""
     records: list[Record] = []
+    of_all = reference_of(variants)
     for name in variants:
         rows = [
             each
             for by_variant, speeds in ((curves, found.speeds.get(seed, {})) for seed, curves in found.curves.items())
-            if name != BF16 and name in by_variant and BF16 in by_variant
-            if (each := _of_seed(by_variant[name], by_variant[BF16], speeds.get(name), speeds.get(BF16)))
+            if name != of_all and name in by_variant and of_all in by_variant
+            if (each := _of_seed(by_variant[name], by_variant[of_all], speeds.get(name), speeds.get(of_all)))
         ]
         if rows:
             records.append(
@@ -113,7 +115,7 @@ def equal_loss_table(found: Findings, variants: Sequence[str]) -> Table:
             ),
         ],
         records,
-        "Compared with BF16 of the same seed; after ± is the standard error over the seeds. The equal loss is the "
+        f"Compared with {of_all} of the same seed; after ± is the standard error over the seeds. The equal loss is the "
         "higher one of both runs' last losses on held-out text, which both reach: the tokens at which each does, once "
         "and for all, lie on straight lines between its evaluations. The learning rate falls towards the end, and a "
         "loss with it: a run that was planned for fewer tokens would reach the loss earlier. The speed is the median "

@@ -64,6 +64,11 @@ VARIANTS = {
 """By key, in the order of tables."""
 
 
+def reference_of(labels: Sequence[str]) -> str:
+    """Return the label of the variant that all others of a table are compared with: BF16, fused where no other ran."""
+    return FUSED if FUSED in labels and BF16 not in labels else BF16
+
+
 def chosen(keys: Sequence[str], also: Sequence[str]) -> list[Variant]:
     """The variants of a campaign: those named, all where none is, and one of FP8 for each option of `also`.
 

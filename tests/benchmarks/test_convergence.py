@@ -37,7 +37,7 @@ from benchmarks.training.job import Job
 from benchmarks.training.kinds import kind_of_text
 from benchmarks.training.runs import HELD_OUT, NOT_FINITE, Run, RunFolder
 from benchmarks.training.samples import recorded, recorded_table
-from benchmarks.training.variants import BF16, VARIANTS, chosen
+from benchmarks.training.variants import BF16, FUSED, VARIANTS, chosen
 from fp8booster.cli.train.data import load_tokenizer
 from fp8booster.monitor.scales import ScaleRow
 from fp8booster.monitor.sinks import JsonLines
@@ -55,13 +55,13 @@ LOSSES = {
 
 
 def test_differences_are_means_over_the_seeds_that_have_both() -> None:
-    found = differences(LOSSES, "FP8")
+    found = differences(LOSSES, "FP8", BF16)
     assert len(found) == 10
     assert (found[0].mean, found[0].error) == (0.0, 0.0)
     assert found[-1].mean == pytest.approx((0.01 + 0.005) / 2)
     assert found[-1].error == pytest.approx(0.0025)  # half the distance of two values
     assert str(found[-1]) == "+0.75 ± 0.25 %"
-    assert differences(LOSSES, "BF16, fused blocks") == []
+    assert differences(LOSSES, "BF16, fused blocks", BF16) == []
 
 
 def test_one_seed_has_no_error() -> None:
@@ -219,6 +219,21 @@ def test_plot(tmp_path) -> None:
     assert plot(tmp_path / "b", Findings(LOSSES), LABELS, "title") == ["b.png"]
     assert plot(tmp_path / "c", Findings({0: {BF16: FLAT}}), LABELS, "title") == []
     assert not (tmp_path / "c.png").exists()
+
+
+def test_without_bf16_all_is_compared_with_bf16_that_is_fused(tmp_path) -> None:
+    labels = [FUSED, "FP8"]
+    losses = {0: {FUSED: [4.0] * STEPS, "FP8": [4.2] * STEPS}}
+    held_out = {0: {FUSED: {"own": 4.0, "BF16": 4.0}, "FP8": {"own": 4.4, "BF16": 4.2}}}
+    curves = {0: {name: {HELD_OUT: [(100, 5.0, 0.1), (200, last, 0.1)]} for name, last in ((FUSED, 4.0), ("FP8", 4.4))}}
+    found = Findings(losses, held_out, curves=curves)
+    (*_, last), (equal,) = curve_table(found, labels).records, equal_loss_table(found, labels).records
+    assert last["differences"]["FP8"]["shown"] == "+10.00 %"
+    assert (equal["variant"], equal["loss"]["shown"]) == ("FP8", "+10.00 %")
+    course, ends = course_table(losses, labels), end_table(found, labels)
+    assert [column.title for column in course.columns] == ["steps", "FP8"]
+    assert ends.columns[2].show(ends.records[0]) == "4.2000 (+5.00 %)"
+    assert plot(tmp_path / "a", found, labels, "title") == ["a.png", "a-held-out.png", "a-end.png"]
 
 
 @pytest.mark.parametrize(
