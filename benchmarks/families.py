@@ -1,7 +1,8 @@
 """Every family of transformers' models that is fused: what of it is converted and fused, its loss, and its speed.
 
     python -m benchmarks.families --out results --json results/families.json
-    python -m benchmarks.families --family "GPT-NeoX" --family gpt-oss --steps 0 --gpu-layers 4
+    python -m benchmarks.families --family "GPT-NeoX" --family gpt-oss --steps 0 --gpu-layers 4 --profile
+    python -m benchmarks.families --family Qwen3-MoE --steps 0 --gpu-layers 48 --precision fp8 --update-in-backward
 
 On the CPU small models of each family train as transformers writes them, in BF16, which is what plugins run without
 `use_fp8`, and converted and fused. With a GPU a few layers of published size are timed too: forward, backward and plain
@@ -14,10 +15,13 @@ from __future__ import annotations
 import gc
 import json
 import math
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import numpy as np
@@ -25,6 +29,7 @@ import torch
 import transformers
 import typer
 from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -32,9 +37,13 @@ from benchmarks.harness import command, environment
 from benchmarks.harness.environment import gpu_of
 from benchmarks.harness.results import Column, Record, Result, Table, spread
 from benchmarks.harness.statistics import Samples
-from fp8booster import convert_to_fp8, fuse, report
+from benchmarks.training.built_engine import OPTIMIZER_RANGE, STEP_RANGE
+from benchmarks.training.trace import breakdown, profile_tables
+from fp8booster import FP8Config, convert_to_fp8, fuse, report
+from fp8booster.cli.train.key_values import fp8_config
 from fp8booster.nn.fused.decoder import unfused_parts
 from fp8booster.nn.fused.families import FAMILIES, is_attention
+from fp8booster.nn.graphs import captured_layers
 
 _EXPERTS_OF_DEEPSEEK = {"v_head_dim": 128, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "kv_lora_rank": 512}
 
@@ -297,35 +306,93 @@ def small_record(family: str, steps: int, seeds: int) -> Record:
     return record
 
 
-def step_samples(
-    family: str, layers: int, rows: int, tokens: int, device: torch.device, rounds: int, fp8: bool
-) -> Samples:
-    """Milliseconds of steps of a model of published size."""
-    model = model_of(family, layers, tokens, device, small=False)
-    if fp8:
-        convert_to_fp8(model)
-        fuse(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    ids = torch.randint(3, 32000, (rows, tokens), device=device, generator=torch.Generator(device).manual_seed(1))
-    times = []
-    for _ in range(rounds + 5):
-        torch.cuda.synchronize(device)
-        begin = time.perf_counter()
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        torch.cuda.synchronize(device)
-        times.append(1e3 * (time.perf_counter() - begin))
-    return Samples.of(times[5:])
+@dataclass(frozen=True)
+class Steps:
+    """How steps of a model of published size are timed."""
+
+    layers: int
+    rows: int
+    tokens: int
+    rounds: int
+    """Steps that count, after `WARM_UP` that do not."""
+    config: FP8Config = field(default_factory=FP8Config)
+    in_backward: bool = False
+    """SGD updates each weight when backward has its gradient, and frees that."""
+    profiled: bool = False
+    """Profile one more step."""
+
+    def timed(self, family: str, device: torch.device, *, fp8: bool) -> Record:
+        """Milliseconds of steps, the host's of them, and what memory they take."""
+        model = model_of(family, self.layers, self.tokens, device, small=False)
+        if fp8:
+            convert_to_fp8(model, self.config)
+            fuse(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE_OF_SGD, fused=True)
+        if self.in_backward:
+            for parameter in model.parameters():
+                parameter.register_post_accumulate_grad_hook(_update)
+        seed = torch.Generator(device).manual_seed(1)
+        ids = torch.randint(3, 32000, (self.rows, self.tokens), device=device, generator=seed)
+
+        def step() -> None:
+            model(input_ids=ids, labels=ids).loss.backward()
+            with record_function(OPTIMIZER_RANGE):
+                optimizer.step()
+                optimizer.zero_grad()
+
+        times, host = [], []
+        for number in range(WARM_UP + self.rounds):
+            if number == WARM_UP:
+                torch.cuda.reset_peak_memory_stats(device)
+                allocated = torch.cuda.memory_stats(device)["num_device_alloc"]
+            torch.cuda.synchronize(device)
+            begin = time.perf_counter()
+            step()
+            host.append(1e3 * (time.perf_counter() - begin))
+            torch.cuda.synchronize(device)
+            times.append(1e3 * (time.perf_counter() - begin))
+        samples, found = Samples.of(times[WARM_UP:]), torch.cuda.memory_stats(device)
+        return {
+            "median": samples.median,
+            "p10": samples.low,
+            "p90": samples.high,
+            "host": median(host[WARM_UP:]),
+            "peak": found["allocated_bytes.all.peak"] / 2**30,
+            "reserved": found["reserved_bytes.all.peak"] / 2**30,
+            "allocations": found["num_device_alloc"] - allocated,
+            "graphs": {str(why): count for why, count in captured_layers(model).items()},
+            "profile": _profile(step, device) if self.profiled else None,
+        }
 
 
-def timed(family: str, layers: int, rows: int, tokens: int, device: torch.device, rounds: int) -> Record:
+def _profile(step: Callable[[], None], device: torch.device) -> Record:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler, record_function(STEP_RANGE):
+        step()
+        torch.cuda.synchronize(device)
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder, "trace.json.gz")
+        profiler.export_chrome_trace(str(trace))
+        return breakdown(trace)
+
+
+WARM_UP = 5
+RATE_OF_SGD = 1e-4
+
+
+@torch.no_grad()
+def _update(parameter: torch.Tensor) -> None:
+    if parameter.grad is not None:
+        parameter.add_(parameter.grad, alpha=-RATE_OF_SGD)
+        parameter.grad = None
+
+
+def timed(family: str, steps: Steps, device: torch.device, precisions: Iterable[str] = ("bf16", "fp8")) -> Record:
     """Milliseconds of a step in BF16 and in FP8; or why there are none."""
     record: Record = {}
-    for name, fp8 in (("bf16_ms", False), ("fp8_ms", True)):
+    for precision in precisions:
+        name = f"{precision}_ms"
         try:
-            samples = step_samples(family, layers, rows, tokens, device, rounds, fp8)
-            record[name] = {"median": samples.median, "p10": samples.low, "p90": samples.high}
+            record[name] = steps.timed(family, device, fp8=precision == "fp8")
         except torch.cuda.OutOfMemoryError:
             record[f"{name}_failed"] = "out of memory"
         except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
@@ -367,6 +434,23 @@ def show_ms(record: Record, name: str) -> str:
     return record.get(f"{name}_failed", record.get("why_no_time", ""))
 
 
+def show_memory(record: Record, name: str) -> str:
+    """What a step takes of the host's time, and of the GPU's memory."""
+    if "peak" not in record.get(name, {}):  # no time, or of a result from before these were recorded
+        return show_ms(record, name) if name not in record else "not recorded"
+    of = record[name]
+    again = f", {of['allocations']} times from the device" if of["allocations"] else ""
+    return f"{of['host']:.1f} ms; {of['peak']:.1f}, {of['reserved']:.1f} GiB{again}"
+
+
+def show_graphs(record: Record) -> str:
+    """The layers that were replayed as CUDA graphs, and why others were not."""
+    graphs = record.get("fp8_ms", {}).get("graphs")
+    if not graphs:
+        return "none"
+    return "; ".join(f"{count} {'replayed' if why == 'None' else 'not: ' + why}" for why, count in graphs.items())
+
+
 def show_speedup(record: Record) -> str:
     """BF16's time over FP8's."""
     if "bf16_ms" in record and "fp8_ms" in record:
@@ -389,7 +473,11 @@ COLUMNS = (
     Column("BF16, ms", show(lambda r: show_ms(r, "bf16_ms"))),
     Column("FP8, ms", show(lambda r: show_ms(r, "fp8_ms"))),
     Column("speedup", show(show_speedup)),
+    Column("BF16: host; GPU memory in use, reserved", show(lambda r: show_memory(r, "bf16_ms"))),
+    Column("FP8: host; GPU memory in use, reserved", show(lambda r: show_memory(r, "fp8_ms"))),
+    Column("FP8: layers as CUDA graphs", show(show_graphs)),
 )
+PRECISIONS = ("bf16", "fp8")
 ALL: list[str] = []
 OTHERS: list[Path] = []
 
@@ -401,7 +489,13 @@ def main(
     gpu_layers: Annotated[int, typer.Option(min=0, help="Of the models timed on a GPU; 0 leaves them out.")] = 4,
     rows: Annotated[int, typer.Option(help="Sequences of a step on the GPU.")] = 2,
     tokens: Annotated[int, typer.Option(help="Of each of them.")] = 4096,
-    rounds: Annotated[int, typer.Option(help="Steps that are timed, after 5 that are not.")] = 15,
+    rounds: Annotated[int, typer.Option(min=1, help="Steps that are timed, after 5 that are not.")] = 15,
+    precision: Annotated[list[str], typer.Option(help="bf16, fp8 (default: both); of the timed steps.")] = ALL,
+    fp8_option: Annotated[list[str], typer.Option(help="key=value for FP8Config of the timed; repeat it.")] = ALL,
+    profiled: Annotated[bool, typer.Option("--profile", help="Profile a step of the timed, part by part.")] = False,
+    update_in_backward: Annotated[
+        bool, typer.Option("--update-in-backward", help="Update and free each gradient in backward; of the timed.")
+    ] = False,
     times: Annotated[
         list[Path], typer.Option(help="Show the times of another run, of this JSON, on a GPU; repeat the option.")
     ] = OTHERS,
@@ -414,6 +508,13 @@ def main(
     unknown = set(family) - set(labels.values())
     if unknown:
         command.refuse(f"unknown families: {', '.join(sorted(unknown))}; there are {', '.join(labels.values())}")
+    if wrong := set(precision) - set(PRECISIONS):
+        command.refuse(f"--precision is {', '.join(sorted(wrong))}; use {' or '.join(PRECISIONS)}")
+    try:
+        config = fp8_config(tuple(fp8_option))
+    except (TypeError, ValueError) as error:
+        command.refuse(str(error))
+    timing = Steps(gpu_layers, rows, tokens, rounds, config, update_in_backward, profiled)
     others = [json.loads(file.read_text()) for file in times]
     times_of = {each["family"]: each for other in others for each in other["tables"]["families"]}
     has_gpu = torch.cuda.is_available()
@@ -422,7 +523,8 @@ def main(
         "transformers": transformers.__version__,
         "small models": f"{LAYERS} layers, hidden size {SMALL['hidden_size']}, {ROWS} x {TOKENS} tokens",
         "their training": f"{steps} steps, {seeds} seeds",
-        "published sizes": f"{gpu_layers} layers, {rows} x {tokens} tokens, BF16 as transformers writes it; SGD",
+        "published sizes": f"{gpu_layers} layers, {rows} x {tokens} tokens, BF16 as transformers writes it; "
+        f"SGD{' in backward' if update_in_backward else ''}, FP8Config({', '.join(fp8_option)})",
     }
     if others:
         lines = ("GPU", "torch", "transformers", "date", "commit", "command")
@@ -437,7 +539,7 @@ def main(
             if record["family"] in times_of:
                 record |= {key: value for key, value in times_of[record["family"]].items() if "_ms" in key}
             elif has_gpu and gpu_layers:
-                record |= timed(each, gpu_layers, rows, tokens, device, rounds)
+                record |= timed(each, timing, device, precision or PRECISIONS)
             else:
                 record["why_no_time"] = "left out (--gpu-layers 0)" if has_gpu else "no GPU"
         records.append(record)
@@ -454,11 +556,17 @@ def result_of(records: list[Record], head: dict[str, str]) -> Result:
         "error is given."
     )
     failed = [record["family"] for record in records if not math.isfinite(record.get("apart", 0.0))]
+    profiles = {
+        f"{record['family']}, {label}": found
+        for record in records
+        for name, label in (("bf16_ms", "BF16"), ("fp8_ms", "FP8"))
+        if (found := record.get(name, {}).get("profile"))
+    }
     return Result(
         "families",
         f"Families of transformers {head['transformers']}",
         head,
-        [Table("families", "Families", COLUMNS, records, note)],
+        [Table("families", "Families", COLUMNS, records, note), *profile_tables(profiles)],
         dict.fromkeys(failed, "its loss is not finite"),
     )
 

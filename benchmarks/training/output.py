@@ -20,7 +20,8 @@ from benchmarks.harness.results import Result
 from benchmarks.training.job import Job
 from benchmarks.training.records import Setting, engine_records, loss_records
 from benchmarks.training.rounds import Findings
-from benchmarks.training.tables import loss_table, power_table, profile_tables, step_table, why_no_power, wire_tables
+from benchmarks.training.tables import loss_table, power_table, step_table, why_no_power, wire_tables
+from benchmarks.training.trace import profile_tables
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def deliver(findings: dict[str, Findings], setting: Setting, baseline: str, outp
     tables = [
         step_table(records, baseline),
         *([power] if (power := power_table(records)) else []),
-        *profile_tables(records),
+        *profile_tables({record["label"]: record["profile"] for record in records if record.get("profile")}),
         loss_table(loss_records(findings, reference), reference),
         *wire_tables(records),
     ]

@@ -81,16 +81,6 @@ def loss_records(findings: Mapping[str, Findings], reference: str) -> list[Recor
     ]
 
 
-def part_records(records: Sequence[Record], rows: Sequence[str]) -> list[Record]:
-    """One record for each row of the breakdown, with the milliseconds of every engine whose kernels were profiled."""
-    profiled = {
-        record["engine"]: record["profile"]["ms"]
-        for record in records
-        if record.get("profile") and record["profile"]["kernels"]
-    }
-    return [{"part": row, "ms": {name: ms[row] for name, ms in profiled.items()}} for row in rows]
-
-
 def _record(name: str, found: Findings, setting: Setting) -> Record:
     record: Record = {"engine": name, "label": ENGINES[name].label, "failed": found.reason}
     if not found.outcomes:

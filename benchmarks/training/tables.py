@@ -7,11 +7,7 @@ from collections.abc import Callable, Sequence
 from benchmarks.harness.results import Column, Record, Table, spread
 from benchmarks.training.engines import ENGINES
 from benchmarks.training.flops import FORMULA
-from benchmarks.training.records import part_records
-from benchmarks.training.trace import NOTE as TRACE_NOTE
-from benchmarks.training.trace import ROWS
 
-_KERNEL_WIDTH = 90
 STEP_NOTE = (
     "A step begins where the one before ended, and ends when the GPU of the slowest rank has done what its current "
     "stream holds, as in a loop that reads each loss; what is sent on other streams goes on, in the next step's time, "
@@ -142,44 +138,6 @@ def loss_table(records: Sequence[Record], reference: str) -> Table:
         "begin from others. Random tokens come again every few steps and are learned by heart: what is left of the "
         "loss then is not compared. `--data` trains on text.",
     )
-
-
-def profile_tables(records: Sequence[Record]) -> list[Table]:
-    """Show the time of each part, a column for each engine whose kernels were profiled, and the longest kernels of
-    each.
-    """
-    parts = part_records(records, [*ROWS, "step", "hidden communication"])
-    names = list(parts[0]["ms"])
-    if not names:
-        return []
-    longest = [
-        {"label": record["label"], **kernel}
-        for record in records
-        if record["engine"] in names
-        for kernel in record["profile"]["longest"]
-    ]
-    return [
-        Table(
-            "profile",
-            "Where a step's time goes",
-            [Column("part", lambda r: r["part"])]
-            + [Column(ENGINES[name].label, lambda r, name=name: f"{r['ms'][name]:.1f}") for name in names],
-            parts,
-            TRACE_NOTE,
-        ),
-        Table(
-            "kernels",
-            "The longest kernels",
-            [
-                Column("engine", lambda r: r["label"]),
-                Column("kernel", lambda r: f"`{r['kernel'][:_KERNEL_WIDTH].replace('|', '/')}`"),
-                Column("part", lambda r: r["part"]),
-                Column("ms", lambda r: f"{r['ms']:.2f}"),
-            ],
-            longest,
-            "All calls of a step together. Work that runs at once counts in full here.",
-        ),
-    ]
 
 
 def _name(record: Record) -> str:

@@ -8,11 +8,12 @@ import json
 import re
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.results import Column, Record, Table
 from benchmarks.training.built_engine import OPTIMIZER_RANGE, STEP_RANGE
 
 COMMUNICATION = "communication"
@@ -44,6 +45,7 @@ NOTE = (
     "shared equally among their parts, and communication counts only while nothing else runs: it is exposed. So "
     "the rows add up to the step. Hidden communication runs beside computation."
 )
+_KERNEL_WIDTH = 90
 _GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 
@@ -178,3 +180,42 @@ def attribute(kernels: Sequence[Kernel], span: tuple[float, float] | None = None
     if span is not None:
         advance(span[1])
     return sums | {"step": sum(sums.values()), "hidden communication": hidden}
+
+
+def profile_tables(profiles: Mapping[str, Record]) -> list[Table]:
+    """Show the time of each part, a column for each profile, and the longest kernels of each.
+
+    Args:
+        profiles: what `breakdown` found, by the name of what was profiled; those without kernels are left out.
+    """
+    profiles = {name: each for name, each in profiles.items() if each["kernels"]}
+    if not profiles:
+        return []
+    parts = [
+        {"part": row, "ms": {name: each["ms"][row] for name, each in profiles.items()}}
+        for row in (*ROWS, "step", "hidden communication")
+    ]
+    return [
+        Table(
+            "profile",
+            "Where a step's time goes",
+            [
+                Column("part", lambda r: r["part"]),
+                *(Column(name, lambda r, name=name: f"{r['ms'][name]:.1f}") for name in profiles),
+            ],
+            parts,
+            NOTE,
+        ),
+        Table(
+            "kernels",
+            "The longest kernels",
+            [
+                Column("profile", lambda r: r["label"]),
+                Column("kernel", lambda r: f"`{r['kernel'][:_KERNEL_WIDTH].replace('|', '/')}`"),
+                Column("part", lambda r: r["part"]),
+                Column("ms", lambda r: f"{r['ms']:.2f}"),
+            ],
+            [{"label": name, **kernel} for name, each in profiles.items() for kernel in each["longest"]],
+            "All calls of a step together. Work that runs at once counts in full here.",
+        ),
+    ]

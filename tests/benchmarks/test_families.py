@@ -51,17 +51,52 @@ def test_a_family_is_a_row(tmp_path) -> None:
 
 
 def test_what_cannot_be_timed_has_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(family, layers, rows, tokens, device, rounds, fp8):
+    measured = {"median": 2.0, "p10": 1.0, "p90": 4.0, "host": 1.5, "peak": 3.0, "reserved": 4.0, "allocations": 0}
+
+    def fails(steps, family, device, *, fp8):
         if fp8:
-            return families.Samples.of([1.0, 2.0, 4.0])
+            return measured | {"graphs": {"None": 3, "it is packed": 1}}
         raise torch.cuda.OutOfMemoryError("much")
 
-    monkeypatch.setattr(families, "step_samples", fails)
-    record = families.timed("llama", 4, 2, 4096, torch.device("cpu"), 3)
-    assert families.show_ms(record, "bf16_ms") == "out of memory"
+    monkeypatch.setattr(families.Steps, "timed", fails)
+    record = families.timed("llama", families.Steps(4, 2, 4096, 3), torch.device("cpu"))
+    assert families.show_ms(record, "bf16_ms") == families.show_memory(record, "bf16_ms") == "out of memory"
     assert families.show_ms(record, "fp8_ms").startswith("2.0 [")
+    assert families.show_memory(record, "fp8_ms") == "1.5 ms; 3.0, 4.0 GiB"
+    assert families.show_graphs(record) == "3 replayed; 1 not: it is packed"
     assert families.show_speedup(record) == "no time of one of them"
     assert families.show_speedup({"bf16_ms": {"median": 3.0}, "fp8_ms": {"median": 2.0}}) == "1.50"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--precision", "fp4"], "error: --precision is fp4; use bf16 or fp8"),
+        (["--fp8-option", "rowwise"], "error: "),
+        (["--family", "LLaMA 9"], "error: unknown families: LLaMA 9; there are"),
+    ],
+)
+def test_a_mistake_is_a_sentence(arguments: list[str], sentence: str) -> None:
+    result = run(families.main, *arguments)
+    assert (result.exit_code, result.output.startswith(sentence)) == (2, True), result.output
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_steps_of_published_size_are_timed(
+    device: torch.device, in_backward: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device.type != "cuda":
+        pytest.skip("times a GPU")
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 32000}
+    monkeypatch.setitem(families.PUBLISHED, "llama", ("small", families.PUBLISHED["llama"][1] | sizes))
+    steps = families.Steps(2, 1, 128, 3, families.FP8Config(always=True), in_backward, profiled=True)
+    record = families.timed("llama", steps, device)
+    for name in ("bf16_ms", "fp8_ms"):
+        assert 0 < record[name]["host"] <= record[name]["p90"]
+        assert 0 < record[name]["peak"] <= record[name]["reserved"]
+    assert sum(record["fp8_ms"]["graphs"].values()) == 2
+    assert record["fp8_ms"]["profile"]["ms"]["products"] > 0 < record["fp8_ms"]["profile"]["ms"]["casts"]
 
 
 def test_times_of_other_runs_are_shown_with_where_they_are_from(tmp_path) -> None:
@@ -76,7 +111,8 @@ def test_times_of_other_runs_are_shown_with_where_they_are_from(tmp_path) -> Non
         options += ["--times", str(tmp_path / name)]
     result = run(families.main, "--family", "GPT-NeoX", "--steps", "0", *options)
     assert result.exit_code == 0, result.output
-    ((*_, bf16, fp8, speedup),) = cells(result.output)
+    ((*_, bf16, fp8, speedup, of_bf16, _, graphs),) = cells(result.output)
+    assert (of_bf16, graphs) == ("not recorded", "none")
     assert (bf16, fp8, speedup) == ("3.0 [2.9-3.1]", "2.0 [1.9-2.1]", "1.50")
     source = "NVIDIA H200, 2.11, 5.17, today, abc, "
     assert f"times of: {source}first; {source}second" in result.output

@@ -17,8 +17,8 @@ from benchmarks.training.output import Output, deliver
 from benchmarks.training.records import Setting, engine_records, loss_records
 from benchmarks.training.rounds import Findings, take_rounds
 from benchmarks.training.scaling import read_runs, scaling_records, scaling_table
-from benchmarks.training.tables import loss_table, power_table, profile_tables, step_table, wire_tables
-from benchmarks.training.trace import ROWS
+from benchmarks.training.tables import loss_table, power_table, step_table, wire_tables
+from benchmarks.training.trace import ROWS, profile_tables
 
 H200 = Gpu("NVIDIA H200", (9, 0), 132, "580", 1.98e9, "700 W")
 JOB = Job(sequence=4096, micro_batch=2, micro_batches=3)
@@ -194,14 +194,11 @@ def test_what_was_learned_by_heart_is_not_compared() -> None:
 def test_only_engines_with_kernels_are_broken_down() -> None:
     ms = dict.fromkeys(ROWS, 1.0) | {"step": 9.0, "hidden communication": 2.0}
     kernel = {"kernel": "nvjet|x", "part": "products", "ms": 3.0}
-    found = findings(fsdp2=[[1.0]], fp8booster__fp8=[[1.0]])
-    found["fsdp2"].outcomes[0]["parts"] = {"ms": ms, "kernels": 0, "longest": []}
-    setting = Setting(JOB, 8, H200)
-    assert profile_tables(engine_records(found, setting, "fsdp2")) == []
-    found["fp8booster-fp8"].outcomes[0]["parts"] = {"ms": ms, "kernels": 4, "longest": [kernel]}
-    parts, kernels = profile_tables(engine_records(found, setting, "fsdp2"))
+    of_cpu = {"ms": ms, "kernels": 0, "longest": []}
+    assert profile_tables({"FSDP2": of_cpu}) == []
+    parts, kernels = profile_tables({"FSDP2": of_cpu, "FP8": {"ms": ms, "kernels": 4, "longest": [kernel]}})
     assert parts.markdown().splitlines()[-1] == "| hidden communication | 2.0 |"
-    assert kernels.markdown().splitlines()[-1] == "| fp8booster, FP8 | `nvjet/x` | products | 3.00 |"
+    assert kernels.markdown().splitlines()[-1] == "| FP8 | `nvjet/x` | products | 3.00 |"
 
 
 def test_what_stays_uncompressed_is_shown_with_its_reason() -> None:
