@@ -176,9 +176,9 @@ class _GroupedLinear(torch.autograd.Function):
             *(((w.data if late else w.transpose), w.inverse_scales) if save_w else (None, None)),
         )
         ctx.how, ctx.late, ctx.for_input, ctx.is_transposed = how, late, for_input, w.is_transposed
-        ctx.shapes = [weight.shape for weight in weights]
+        ctx.shapes, ctx.dtype = [weight.shape for weight in weights], weights[0].dtype
         # parameters get their gradients as the product gives them: nothing is computed with these on the way
-        ctx.given_on = all(each.is_leaf and each.requires_grad and each.dtype == torch.bfloat16 for each in weights)
+        ctx.given_on = all(each.is_leaf and each.requires_grad for each in weights)
         y = grouped_product(
             x.data if how.reads is None else _laid_out(x.data, how.reads)[0],
             _by_expert(w.data, len(how.groups.ends), not w.is_transposed),
@@ -226,10 +226,10 @@ class _GroupedLinear(torch.autograd.Function):
             (rows, scale_of_rows), (columns, scale) = (inputs, outputs) if ctx.is_transposed else (outputs, inputs)
             options = _options(config, "wgrad", UNEVEN * how.filled_rows // len(groups.ends))
             options = {"factor": how.weight_gradient_factor, **options}
-            wgrad = functools.partial(_wgrad, groups.rows, ctx.shapes, options)
+            wgrad = functools.partial(_wgrad, groups.rows, ctx.shapes, ctx.dtype, options)
             given = rows, columns, scale_of_rows, scale, groups.ends
             follow = Copies.follow if ctx.given_on and copies_held(rows) else None
-            dw = wgrad(*given) if follow is None else follow(wgrad, given, ctx.shapes)
+            dw = wgrad(*given) if follow is None else follow(wgrad, given, ctx.shapes, ctx.dtype)
         return dx if arrives is None else arrives(), *(None,) * 3, *dw
 
 
@@ -246,6 +246,7 @@ def _options(config: FP8Config, name: str, length: int) -> dict[str, bool]:
 def _wgrad(
     count: int,  # of rows
     shapes: Sequence[torch.Size],
+    dtype: torch.dtype,
     options: dict[str, Any],
     a: torch.Tensor,
     b: torch.Tensor,
@@ -253,7 +254,7 @@ def _wgrad(
     inverse_scale_b: torch.Tensor,
     ends: torch.Tensor,
 ) -> Sequence[torch.Tensor]:
-    whole = summed_product(a, b, inverse_scale_a, inverse_scale_b, Groups(count, ends), **options)
+    whole = summed_product(a, b, inverse_scale_a, inverse_scale_b, Groups(count, ends), **options).to(dtype)
     return whole.view(len(shapes), *shapes[0]).unbind(0)  # in one call, for there may be hundreds
 
 

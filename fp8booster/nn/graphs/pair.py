@@ -89,14 +89,18 @@ class _Following:
     """A product that is computed behind the graphs, of what they have written.
 
     Args:
-        function, tensors, shapes: as `weights.pinned.Follow` takes them.
+        function, tensors, shapes, dtype: as `weights.pinned.Follow` takes them.
     """
 
     def __init__(
-        self, function: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor], shapes: Sequence[torch.Size]
+        self,
+        function: Callable[..., Sequence[Tensor]],
+        tensors: Sequence[Tensor],
+        shapes: Sequence[torch.Size],
+        dtype: torch.dtype,
     ) -> None:
         self._function, self.tensors = function, tensors
-        self._numbers = tensors[0].new_empty(len(shapes), dtype=torch.bfloat16)
+        self._numbers = tensors[0].new_empty(len(shapes), dtype=dtype)
         self.stand_ins = [self._numbers[number].expand(shape) for number, shape in enumerate(shapes)]
         """Stand for its gradients, and have no memory for values."""
 
@@ -251,7 +255,7 @@ class GraphPair:
         self._gradients = [self._kept_of(each, places, following) for each in gradients]
         found = Counter(each.product for each in self._gradients if isinstance(each, _Followed))
         if any(found[product] < len(each.stand_ins) for product, each in enumerate(following)):
-            raise Refused("a weight of experts gets several gradients in it")  # which were summed
+            raise Refused("more than one product reads a weight of experts")  # and their gradients were summed
         self._following = [each.let_go(record) for each in following]
         self._outputs = [record.let_go(each) for each in outputs]
         used_up = set(map(_address, outputs))
@@ -410,17 +414,19 @@ class GraphPair:
 
     def _found(self, ticket: _Ticket) -> list[Any]:
         """Return the gradients that a replay of backward has found, in memory that no other replay writes."""
-        followed = [compute() for compute in self._following]
         were_held = ticket.held is not None
         stay = _Followed if were_held else (_Part, _Followed)
         passing = [each for each in self._gradients if not isinstance(each, stay)]
-        copies = iter(_copied([each.view() if isinstance(each, _Part) else each for each in passing]))
-        if ticket.held is not None:
-            places = [each.memory for each in self._places]
-            with torch.autograd._unsafe_preserve_version_counter(tuple(places)):  # the values are what they were
-                torch._foreach_copy_(places, ticket.held)
-            self._record.synchronize()
-            ticket.held = None
+        try:
+            copies = iter(_copied([each.view() if isinstance(each, _Part) else each for each in passing]))
+            followed = [compute() for compute in self._following]
+        finally:
+            if ticket.held is not None:
+                places = [each.memory for each in self._places]
+                with torch.autograd._unsafe_preserve_version_counter(tuple(places)):  # the values are what they were
+                    torch._foreach_copy_(places, ticket.held)
+                self._record.synchronize()
+                ticket.held = None
         found: list[Any] = []
         for each in self._gradients:
             if isinstance(each, _Followed):
@@ -446,14 +452,9 @@ class GraphPair:
         return read + [pinned.version() for pinned in self._pinned]
 
 
-def _left_to(
-    following: list[_Following],
-    function: Callable[..., Sequence[Tensor]],
-    tensors: Sequence[Tensor],
-    shapes: Sequence[torch.Size],
-) -> Sequence[Tensor]:
+def _left_to(following: list[_Following], *product: Any) -> Sequence[Tensor]:
     """Follow a graph, as `weights.pinned.Follow`."""
-    following.append(_Following(function, tensors, shapes))
+    following.append(_Following(*product))
     return following[-1].stand_ins
 
 

@@ -265,6 +265,8 @@ class StaticCall:
         numbers = {id(each): number for number, each in enumerate(self.inputs)}
         self._given_on = [numbers.get(id(each)) for each in found]
         self._live += [each for each in found if id(each) not in numbers]
+        if any(each._backward_hooks for each in self._leaves.values()):
+            raise Refused("it hooks gradients of its parameters")
         own = {*map(id, self._wanted), id(self._always)}
         if any(id(node.variable) not in own for node in _nodes_behind(self._live) if hasattr(node, "variable")):
             raise Refused("it trains a tensor that is none of its parameters")

@@ -66,11 +66,23 @@ class Use:
         return self.source.pin(self.weights, self.casts, transpose=self.transpose, record=record)
 
 
-Follow = Callable[
-    [Callable[..., Sequence[torch.Tensor]], Sequence[torch.Tensor], Sequence[torch.Size]], Sequence[torch.Tensor]
-]
-"""Takes a function that gives gradients in BF16, the tensors that it is called with, and the shapes of the gradients.
-Returns what stands for these meanwhile, on which nothing may be computed."""
+class Follow(Protocol):
+    """Leaves gradients to be computed behind the graph."""
+
+    def __call__(
+        self,
+        function: Callable[..., Sequence[torch.Tensor]],
+        tensors: Sequence[torch.Tensor],
+        shapes: Sequence[torch.Size],
+        dtype: torch.dtype,
+    ) -> Sequence[torch.Tensor]:
+        """Return what stands for the gradients meanwhile, on which nothing may be computed.
+
+        Args:
+            function: gives the gradients.
+            tensors: that it is called with.
+            shapes, dtype: of the gradients.
+        """
 
 
 class Copies:

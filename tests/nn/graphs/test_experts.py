@@ -35,9 +35,9 @@ class Block(nn.Module):
         return x + self.experts(tokens, chosen, weights).view_as(x)
 
 
-def model(device: torch.device) -> nn.ModuleDict:
+def model(device: torch.device, block: type[Block] = Block) -> nn.ModuleDict:
     torch.manual_seed(0)
-    made = nn.ModuleDict({"layers": nn.ModuleList(Block() for _ in range(LAYERS))}).bfloat16().to(device)
+    made = nn.ModuleDict({"layers": nn.ModuleList(block() for _ in range(LAYERS))}).bfloat16().to(device)
     return convert_to_fp8(made, FP8Config(always=True, cuda_graphs=False))
 
 
@@ -50,6 +50,12 @@ def forward(of: nn.ModuleDict, x: torch.Tensor) -> torch.Tensor:
 def pairs_of(captured: nn.ModuleDict) -> list[GraphPair]:
     kinds = [kind for layer in captured["layers"] for kind in layer.fp8_graphs._kinds.values()]
     return [pair for kind in kinds for pair in kind.pairs]
+
+
+def assert_no_copies(captured: nn.ModuleDict, x: torch.Tensor) -> None:
+    for pair in pairs_of(captured):  # of the router and the input alone
+        copied = sum(each.nbytes for each in pair._gradients if isinstance(each, torch.Tensor))
+        assert copied <= captured["layers"][0].gate.weight.nbytes + 2 * x.nbytes
 
 
 @pytest.mark.usefixtures("record")
@@ -71,9 +77,7 @@ def test_experts_are_captured_with_the_bits_of_eager_ones(device: torch.device) 
             optimizer.zero_grad()
         assert all(map(torch.equal, *found)), step
     assert captured_layers(captured) == {None: LAYERS}
-    for pair in pairs_of(captured):  # gradients of experts are not copied
-        copied = sum(each.nbytes for each in pair._gradients if isinstance(each, torch.Tensor))
-        assert copied <= captured["layers"][0].gate.weight.nbytes + 2 * x.nbytes  # of the router and the input
+    assert_no_copies(captured, x)
 
 
 @pytest.mark.usefixtures("record")
@@ -103,6 +107,7 @@ def test_gradients_of_experts_are_eager_ones(device: torch.device, ways: str) ->
     if ways == "held":  # no later step writes them
         assert all(torch.equal(*pair) for gradients in held for pair in zip(*gradients, strict=True))
     assert captured_layers(captured) == {None: LAYERS}
+    assert_no_copies(captured, x.to(eager["layers"][0].gate.weight.dtype))
 
 
 @pytest.mark.usefixtures("record")
@@ -123,7 +128,55 @@ def test_experts_that_are_read_twice_in_a_layer_are_left_eager(device: torch.dev
             forward(each, x).float().mean().backward()
         gradients = ([parameter.grad for parameter in each.parameters()] for each in (eager, captured))
         assert all(map(torch.equal, *gradients)), step
-    assert captured_layers(captured) == {"a weight of experts gets several gradients in it": LAYERS}
+    assert captured_layers(captured) == {"more than one product reads a weight of experts": LAYERS}
+
+
+class WithProjection(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection = nn.Linear(HIDDEN, HIDDEN, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.projection(x))
+
+
+@pytest.mark.usefixtures("record")
+def test_gradients_that_are_held_survive_a_product_that_fails(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured = model(device, WithProjection)
+    capture_layers(captured)
+    x = torch.randn(2, 24, HIDDEN).bfloat16().to(device)
+    for _ in range(WARM_UP + 2):
+        captured.zero_grad()
+        forward(captured, x).float().mean().backward()
+    held = [(parameter.grad, parameter.grad.clone()) for parameter in captured.parameters()]
+    captured.zero_grad()
+    made = forward(captured, 2 * x).float().mean()
+
+    def fails() -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    for pair in pairs_of(captured):
+        monkeypatch.setattr(pair, "_following", [fails])
+    with pytest.raises(torch.OutOfMemoryError):
+        made.backward()
+    assert all(torch.equal(*each) for each in held)
+
+
+class Hooking(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.experts.down_proj.register_hook(lambda gradient: 0.5 * gradient)
+        return super().forward(x)
+
+
+@pytest.mark.usefixtures("record")
+def test_a_layer_that_hooks_its_parameters_is_left_eager(device: torch.device) -> None:
+    captured = model(device, Hooking)
+    capture_layers(captured)
+    for _ in range(WARM_UP + 2):
+        forward(captured, torch.randn(2, 24, HIDDEN, device=device).bfloat16()).float().mean().backward()
+    assert captured_layers(captured) == {"it hooks gradients of its parameters": LAYERS}
 
 
 @pytest.mark.usefixtures("record")
