@@ -137,8 +137,8 @@ class GraphPair:
 
     What forward saves for backward stays in the graphs' memory, so a pair serves one forward at a time: it is `free`
     again when that one's backward has run, or when no one can run it any more. All else that the graphs write lies
-    where other pairs of the memory have theirs; outputs and gradients are copied out at once. With `recompute` only
-    the layer's inputs stay, and the graph of the backward begins with the forward.
+    where other pairs of the memory have theirs; outputs, and gradients that lie there too, are copied out at once. With
+    `recompute` only the layer's inputs stay, and the graph of the backward begins with the forward.
 
     Args:
         record: captures work.
