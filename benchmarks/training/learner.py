@@ -42,6 +42,8 @@ BLOCK = 10
 def learn(task: dict[str, Any]) -> None:
     """Train from where the run stands to its last step and evaluate, or save when it is `until`; every rank calls it.
 
+    A run that goes on another time is saved before it evaluates, too.
+
     Args:
         task: "engine", "job" and "folder" of the run; "until", in seconds since the epoch, when to save and end;
             "limit_s", after which a collective has failed.
@@ -68,7 +70,7 @@ def learn(task: dict[str, Any]) -> None:
 
 
 def _train(built: BuiltEngine, job: Job, folder: RunFolder, step: int, until: float, device: torch.device) -> bool:
-    """Train from a step on; returns whether to the last one: else it was late, and is saved, or a loss not finite."""
+    """Train from a step on; returns whether to evaluate: else it was late, and is saved, or a loss was not finite."""
     first = dist.get_rank() == 0
     feed = batches(job, built.replica, device)
     schedule = WarmupCosine.over(job.steps, job.lr)
@@ -97,10 +99,12 @@ def _train(built: BuiltEngine, job: Job, folder: RunFolder, step: int, until: fl
                 bad = next(index for index, value in enumerate(values) if not math.isfinite(value))
                 folder.finish(NOT_FINITE, at_step=step - len(values) + bad + 1)
             return False
-        if late and step < job.steps:
+        # what follows the last step takes time too, in which a machine may go away
+        if late or (step == job.steps and math.isfinite(until)):
             with new_checkpoint(folder.checkpoints, step, keep=1, finite=built.boosted.is_finite()) as place:
                 built.boosted.save(place)
                 save_random_state(built.model, place)
+        if late:
             return False
     return True
 

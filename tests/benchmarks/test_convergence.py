@@ -386,13 +386,15 @@ def test_runs_go_on_bit_for_bit(text, tmp_path, monkeypatch) -> None:
         )
     )
     assert set(train([*whole, *unwatched, unevaluated, *tiny, *broken, *between]).values()) == {None}
-    for steps in (5, 10, 12):
+    # late after the last step, a run evaluates when it is begun again
+    for steps, ended in ((5, False), (10, False), (12, False), (12, True)):
         with monkeypatch.context() as patch:
             # it is late for the runs as soon as they look, not for who begins them
             patch.setattr(campaign, "time", Mock(wraps=time, time=lambda: 0.0))
             train(parts, until=1.0)
         assert [len(run.folder.losses()) for run in parts] == [steps] * len(parts)
-        assert all((run.folder.checkpoint_bytes > 0) == (steps < 12) for run in parts)
+        assert all((run.folder.checkpoint_bytes > 0) == (not ended) for run in parts)
+        assert all((run.folder.end() is not None) == ended for run in parts)
     for one, other, plain in zip(whole, parts, unwatched, strict=True):
         assert one.folder.losses() == plain.folder.losses()  # to evaluate and to record changes nothing
         assert one.folder.end() == plain.folder.end()
