@@ -176,9 +176,9 @@ class _GroupedLinear(torch.autograd.Function):
             *(((w.data if late else w.transpose), w.inverse_scales) if save_w else (None, None)),
         )
         ctx.how, ctx.late, ctx.for_input, ctx.is_transposed = how, late, for_input, w.is_transposed
-        ctx.shapes, ctx.dtype = [weight.shape for weight in weights], weights[0].dtype
+        ctx.shapes, ctx.dtype = [weights[0].shape] * len(weights), weights[0].dtype
         # parameters get their gradients as the product gives them: nothing is computed with these on the way
-        ctx.given_on = all(each.is_leaf and each.requires_grad for each in weights)
+        ctx.given_on = Copies.held and all(each.is_leaf and each.requires_grad for each in weights)
         y = grouped_product(
             x.data if how.reads is None else _laid_out(x.data, how.reads)[0],
             _by_expert(w.data, len(how.groups.ends), not w.is_transposed),
