@@ -19,7 +19,7 @@ from fp8booster.cli.plan.configurations import GIB, KEPT, MASTERS, MOMENTS, WEIG
 from fp8booster.cli.plan.counted_graphs import GRAPHS, CountedGraphs
 from fp8booster.cli.plan.dry_run import NotCaptured, shortened
 from fp8booster.cli.train.options import TrainOptions
-from fp8booster.kernels import device
+from fp8booster.kernels import adamw_8bit, device
 from fp8booster.kernels.operators import Operator
 from fp8booster.monitor.memory import ACTIVATIONS, FORWARD, FREE_IN_POOLS, GRADIENTS
 from fp8booster.nn.fused.self_attention import FusedAttention
@@ -177,6 +177,15 @@ def test_some_layers_are_checkpointed_between_none_and_all(monkeypatch):
         assert peak(dry_run.footprint(asked, "fp8", int(1e6 * dry_run._values(config)))) == pytest.approx(
             expected, rel=0.05
         )
+
+
+def test_an_update_in_8_bits_is_not_computed_as_it_is_defined(monkeypatch) -> None:
+    """A part of a weight after the other: without values a model of billions of parameters would take hours."""
+    defined = []
+    monkeypatch.setattr(adamw_8bit, "_update_part", lambda *_: defined.append("a part"))
+    asked = options(optimizer="adamw-8bit", nproc=1)
+    assert peak(dry_run.dry_steps(asked, "fp8", small_config(asked), 1e6)) > 0
+    assert defined == []
 
 
 def test_gradients_that_wait_for_the_next_micro_batch_are_counted_by_their_kind():
