@@ -159,6 +159,9 @@ SMALL = {
 LAYERS, ROWS, TOKENS, RATE = 2, 8, 64, 2e-3
 """Of the models of the CPU, and of their training."""
 
+WARM_UP, RATE_OF_SGD = 5, 1e-4
+"""Of the steps that are timed on a GPU."""
+
 MOST_APART = 0.04
 """Of the fall of BF16's loss: how far that of FP8 may be from it to follow it."""
 
@@ -375,10 +378,6 @@ def _profile(step: Callable[[], None], device: torch.device) -> Record:
         return breakdown(trace)
 
 
-WARM_UP = 5
-RATE_OF_SGD = 1e-4
-
-
 @torch.no_grad()
 def _update(parameter: torch.Tensor) -> None:
     if parameter.grad is not None:
@@ -524,7 +523,7 @@ def main(
         "small models": f"{LAYERS} layers, hidden size {SMALL['hidden_size']}, {ROWS} x {TOKENS} tokens",
         "their training": f"{steps} steps, {seeds} seeds",
         "published sizes": f"{gpu_layers} layers, {rows} x {tokens} tokens, BF16 as transformers writes it; "
-        f"SGD{' in backward' if update_in_backward else ''}, FP8Config({', '.join(fp8_option)})",
+        f"{'SGD in backward' if update_in_backward else 'fused SGD'}, FP8Config({', '.join(fp8_option)})",
     }
     if others:
         lines = ("GPU", "torch", "transformers", "date", "commit", "command")

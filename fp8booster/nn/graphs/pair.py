@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from fp8booster.nn.graphs.breaks import Cut, Result
+from fp8booster.nn.graphs.following import Followed, FollowingProduct, followed_by, left_to
 from fp8booster.nn.graphs.recorder import Memory, Place, Recorder
 from fp8booster.nn.graphs.static_call import StaticCall, parameters_of
 from fp8booster.nn.graphs.values import Refused, is_plain
@@ -83,41 +84,6 @@ class _Part(NamedTuple):
 
     def view(self) -> Tensor:
         return self.place.as_strided(self.size, self.stride, self.offset)
-
-
-class _Following:
-    """A product that is computed behind the graphs, of what they have written.
-
-    Args:
-        function, tensors, shapes, dtype: as `weights.pinned.Follow` takes them.
-    """
-
-    def __init__(
-        self,
-        function: Callable[..., Sequence[Tensor]],
-        tensors: Sequence[Tensor],
-        shapes: Sequence[torch.Size],
-        dtype: torch.dtype,
-    ) -> None:
-        self._function, self.tensors = function, tensors
-        self._numbers = tensors[0].new_empty(len(shapes), dtype=dtype)
-        self.stand_ins = [self._numbers[number].expand(shape) for number, shape in enumerate(shapes)]
-        """Stand for its gradients, and have no memory for values."""
-
-    def number_of(self, gradient: Tensor) -> int | None:
-        """Return for which of its gradients one stands; None: for none."""
-        return int(gradient.storage_offset()) if _address(gradient) == _address(self._numbers) else None
-
-    def let_go(self, record: Recorder) -> Callable[[], Sequence[Tensor]]:
-        """Return what computes it, and holds no memory of graphs."""
-        return partial(self._function, *map(record.let_go, self.tensors))
-
-
-class _Followed(NamedTuple):
-    """One of the gradients that a product behind the graphs gives."""
-
-    product: int
-    number: int
 
 
 class _Ticket:
@@ -231,15 +197,15 @@ class GraphPair:
             self._gradients_in = [record.place_like(each, next(number)) for each in outputs]
             for here in call.breaks:
                 here.gradients_in = [record.place_like(each, next(number)) for each in here.trained_inputs]
-            following: list[_Following] = []
+            following: list[FollowingProduct] = []
             gradients: list[Tensor | None] = []
 
             def go_back(cut: Cut) -> list[Tensor | None]:
                 following.clear()
-                with products_follow(partial(_left_to, following)):
+                with products_follow(partial(left_to, following)):
                     gradients[:] = call.backward(self._gradients_in, cut)
-                    # what the products behind the graph read is a result of it, where their gradients are none
-                    found = [None if _followed_by(following, each) else each for each in gradients]
+                # what the products behind the graph read is a result of it, where their gradients are none
+                found = [None if each is None or followed_by(following, each) else each for each in gradients]
                 return [*found, *(tensor for each in following for tensor in each.tensors)]
 
             backward, made = record.in_pieces(go_back, memory, across_threads=bool(call.breaks))
@@ -253,7 +219,7 @@ class GraphPair:
         given_in = {_address(each) for each in gradients if each is not None}
         self._places = [each for address, each in places.items() if address in given_in]
         self._gradients = [self._kept_of(each, places, following) for each in gradients]
-        found = Counter(each.product for each in self._gradients if isinstance(each, _Followed))
+        found = Counter(each.product for each in self._gradients if isinstance(each, Followed))
         if any(found[product] < len(each.stand_ins) for product, each in enumerate(following)):
             raise Refused("more than one product reads a weight of experts")  # and their gradients were summed
         self._following = [each.let_go(record) for each in following]
@@ -281,11 +247,13 @@ class GraphPair:
         self.order = memory.add(self, self._kept)
 
     def _kept_of(
-        self, gradient: Tensor | None, places: dict[int, Place], following: Sequence[_Following]
-    ) -> Tensor | _Part | _Followed | None:
+        self, gradient: Tensor | None, places: dict[int, Place], following: Sequence[FollowingProduct]
+    ) -> Tensor | _Part | Followed | None:
         """Return what stands for a gradient that was captured, and does not hold its memory."""
-        if gradient is None or (followed := _followed_by(following, gradient)) is not None:
-            return None if gradient is None else followed
+        if gradient is None:
+            return None
+        if (followed := followed_by(following, gradient)) is not None:
+            return followed
         place = places.get(_address(gradient))
         return self._record.let_go(gradient) if place is None else _Part.of(place.memory, gradient)
 
@@ -415,7 +383,7 @@ class GraphPair:
     def _found(self, ticket: _Ticket) -> list[Any]:
         """Return the gradients that a replay of backward has found, in memory that no other replay writes."""
         were_held = ticket.held is not None
-        stay = _Followed if were_held else (_Part, _Followed)
+        stay = Followed if were_held else (_Part, Followed)
         passing = [each for each in self._gradients if not isinstance(each, stay)]
         try:
             copies = iter(_copied([each.view() if isinstance(each, _Part) else each for each in passing]))
@@ -429,7 +397,7 @@ class GraphPair:
                 ticket.held = None
         found: list[Any] = []
         for each in self._gradients:
-            if isinstance(each, _Followed):
+            if isinstance(each, Followed):
                 found.append(followed[each.product][each.number])
             elif isinstance(each, _Part) and not were_held:
                 found.append(each.view())  # that no one else has: autograd takes it for `.grad` as it is
@@ -450,21 +418,6 @@ class GraphPair:
     def _versions(self) -> list[Any]:
         read: list[Any] = [(each._version, each.data_ptr()) for each in self._read]
         return read + [pinned.version() for pinned in self._pinned]
-
-
-def _left_to(following: list[_Following], *product: Any) -> Sequence[Tensor]:
-    """Follow a graph, as `weights.pinned.Follow`."""
-    following.append(_Following(*product))
-    return following[-1].stand_ins
-
-
-def _followed_by(following: Sequence[_Following], gradient: Tensor | None) -> _Followed | None:
-    """Return which gradient of a product behind the graphs one stands for; None: it is one itself, or there is none."""
-    for product, each in enumerate(following):
-        number = None if gradient is None else each.number_of(gradient)
-        if number is not None:
-            return _Followed(product, number)
-    return None
 
 
 def _address(tensor: Tensor) -> int:
