@@ -534,7 +534,9 @@ def test_on_gpus_what_is_gathered_is_what_a_cast_of_the_whole_weight_gives() -> 
     assert held == 0
     assert places <= 2 * bytes_of_layer()
     if dist.get_world_size() > 1:
-        assert readers() == {"seen": [True], "after": 0}
+        found = readers()
+        assert found["seen"] == [True]
+        assert found["after"] <= 2 * bytes_of_layer()  # the places again
 
 
 def alone() -> dict[str, Any]:
