@@ -210,7 +210,8 @@ def join(
     head = runs[0]["head"] | {"command": environment.command_line()}
     head["command of the first run"] = runs[0]["head"]["command"]
     head["dates"] = ", ".join(run["head"]["date"] for run in runs)
-    left_out = {name: reason for run in runs for name, reason in run["left_out"].items()}
+    there = {f"seed {seed}, {variant}" for seed, of_seed in found.losses.items() for variant in of_seed}
+    left_out = {name: reason for run in runs for name, reason in run["left_out"].items() if name not in there}
     count = len({*found.losses, *found.not_finite})
     title = f"Losses of {count} seeds, each on {place_of(int(head['ranks']), on_gpus=head['GPU'] != 'CPU')}"
     result, written = deliver(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,7 +99,7 @@ def read_runs(files: Sequence[Path]) -> tuple[Findings, list[str], list[dict[str
             raise ValueError(f"{file} is not a result of `benchmarks.convergence --json`")
         runs.append(found)
         for line in COMPARED:
-            one, other = found["head"].get(line), runs[0]["head"].get(line)
+            one, other = (_compared(each["head"], line) for each in (found, runs[0]))
             if one != other:
                 raise ValueError(
                     f"{file} differs in {line} from {files[0]}: {one} and {other}; "
@@ -126,6 +127,14 @@ KEPT = ("losses", "held_out", "kinds", "curves", "speeds", "recorded", "not_fini
 
 COMPARED = ("GPU", "ranks", "training", "text")
 """Lines of the head that must be alike; results of before have no "text"."""
+
+
+def _compared(head: Mapping[str, str], line: str) -> str | None:
+    """A line of the head, in which a digest stands for the text, whatever its folder was called."""
+    shown, digest = head.get(line), head.get("text", "").rpartition("digest ")[2]
+    if shown is None or not digest:
+        return shown
+    return digest if line == "text" else re.sub(r"(?<=, text of )[^,]*", digest, shown)
 
 
 def tenths(losses: Sequence[float]) -> list[float]:

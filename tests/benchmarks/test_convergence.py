@@ -6,7 +6,7 @@ import os
 import struct
 import sysconfig
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from email.message import Message
 from pathlib import Path
@@ -261,11 +261,19 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(arguments: list[str], sentenc
     assert result.output.startswith(sentence)
 
 
-def write(path: Path, seed: int, steps: int = STEPS, labels: Sequence[str] = (BF16, "FP8")) -> str:
-    head = {
+def write(
+    path: Path,
+    seed: int,
+    steps: int = STEPS,
+    labels: Sequence[str] = (BF16, "FP8"),
+    text: str = "mixed",
+    digest: str | None = None,
+    left_out: Mapping[str, str] | None = None,
+) -> str:
+    head = ({} if digest is None else {"text": f"{text}, 9 tokens of 4 kinds, digest {digest}"}) | {
         "GPU": "CPU",
         "ranks": "1",
-        "training": f"model micro, steps {steps}",
+        "training": f"model micro, text of {text}, {steps} steps",
         "date": "2026-11-22",
         "torch": "2",
         "command": f"`first-seed {seed}`",
@@ -281,7 +289,7 @@ def write(path: Path, seed: int, steps: int = STEPS, labels: Sequence[str] = (BF
         speeds={seed: {label: 100.0 + 10 * (label != BF16) for label in labels}},
         recorded={seed: {label: [kurtosis] for label in labels if label != BF16}},
     )
-    _, written = convergence.deliver("convergence", "", head, found, list(labels), {}, None, path)
+    _, written = convergence.deliver("convergence", "", head, found, list(labels), left_out or {}, None, path)
     return str(*written)
 
 
@@ -307,6 +315,24 @@ def test_results_of_several_seeds_are_joined(tmp_path) -> None:
     assert "first-seed 2" in written.read_text()
 
 
+def test_what_another_file_has_is_not_left_out(tmp_path) -> None:
+    left_out = dict.fromkeys(("seed 1, FP8", "seed 2, FP8"), "4 of 9 steps so far")
+    files = [
+        write(tmp_path / "a.json", 1, labels=[BF16], left_out=left_out),
+        write(tmp_path / "b.json", 1, labels=["FP8"]),
+    ]
+    joined = tmp_path / "joined.json"
+    result = CliRunner().invoke(convergence.app, ["join", *files, "--json", str(joined)])
+    assert result.exit_code == 0, result.output
+    assert list(json.loads(joined.read_text())["left_out"]) == ["seed 2, FP8"]
+
+
+def test_results_of_one_text_are_joined_whatever_it_was_called(tmp_path) -> None:
+    files = [write(tmp_path / f"{text}.json", seed, text=text, digest="f1") for seed, text in enumerate(("a", "b"))]
+    result = CliRunner().invoke(convergence.app, ["join", *files])
+    assert result.exit_code == 0, result.output
+
+
 def test_results_of_several_variants_are_joined(tmp_path) -> None:
     files = [
         write(tmp_path / "a.json", 1, labels=["FP8, rowwise", "FP8"]),
@@ -328,6 +354,11 @@ def test_what_cannot_be_joined_is_one_sentence(tmp_path) -> None:
     for files, sentence in [
         ([one, same], "has seed 0 of BF16, which another file has too"),
         ([one, longer], "differs in training"),
+        ([one, write(tmp_path / "e.json", 1, text="another")], "differs in training"),
+        (
+            [write(tmp_path / f"{digest}.json", seed, digest=digest) for seed, digest in enumerate(("f1", "f2"))],
+            "differs in training",
+        ),
         ([one, str(tmp_path / "d.json")], "is not a result of `benchmarks.convergence --json`"),
     ]:
         result = CliRunner().invoke(convergence.app, ["join", *files])
