@@ -366,9 +366,7 @@ def main(
     if (engine == SPREAD) != (model == "micro-mixtral"):
         raise typer.BadParameter("--engine ep2 and --model micro-mixtral go together")
     with _joined(engine):
-        # layers with experts that are modules are not replayed, nor those without a plugin; attention by itself is
-        kinds = (False, True) if model != "micro-moe" and engine != PLAIN else (False,)
-        records = [measure(engine, model, layers, buckets, graphs, steps) for graphs in kinds]
+        records = [measure(engine, model, layers, buckets, graphs, steps) for graphs in (False, True)]
     head = environment.head(gpu, commit=commit) | {
         "model": f"{MODELS[model].label}, {layers} layers; {engine}; about {buckets} buckets where ZeRO reduces"
     }

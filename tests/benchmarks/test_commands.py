@@ -63,15 +63,17 @@ def test_what_is_made_again_is_timed_in_one_pass_and_in_two(tmp_path, monkeypatc
     assert all(each["ms"][way]["median"] > 0 for each in records for way in ("one pass", "two"))
 
 
-def host_records(file: Path) -> list[dict]:
-    result = run(host_step.main, "--layers", "2", "--buckets", "2", "--steps", "1", "--json", str(file))
+def host_records(file: Path, options: list[str]) -> list[dict]:
+    result = run(host_step.main, *options, "--buckets", "2", "--steps", "1", "--json", str(file))
     assert result.exit_code == 0, result.output
     return json.loads(file.read_text())["tables"]["step"]
 
 
-def test_replayed_layers_take_fewer_calls_of_python_in_a_step(tmp_path) -> None:
+@pytest.mark.parametrize("options", [["--layers", "2"], ["--layers", "2", "--model", "micro-moe", "--engine", "plain"]])
+def test_replayed_layers_take_fewer_calls_of_python_in_a_step(tmp_path, options: list[str]) -> None:
     pytest.importorskip("triton")
-    ((one_by_one, replayed),) = run_ranks(host_records, 1, tmp_path / "host-step.json", initialize=False)
+    file = tmp_path / "host-step.json"
+    ((one_by_one, replayed),) = run_ranks(host_records, 1, file, options, initialize=False)
     assert not one_by_one["graphs"]
     assert replayed["graphs"]
     for record in (one_by_one, replayed):
