@@ -21,11 +21,10 @@ class Level:
     """AdamW, with the arguments of torch's."""
 
 
-_O1 = {"weight_copies": WeightCopies(high_precision=True)}
 _O3 = {"weight_copies": WeightCopies(high_precision=False, transposes=False)}
 _KINDS: dict[str, tuple[dict[str, Any], type[Optimizer]]] = {
-    "O1": (_O1, torch.optim.AdamW),
-    "O2": (_O1, AdamW),
+    "O1": ({}, torch.optim.AdamW),
+    "O2": ({}, AdamW),
     "O3": (_O3, AdamW),
     "lean": ({**_O3, "activations": Activations(saved="8-bit"), "gradient_accumulation": "8-bit"}, AdamW),
 }
