@@ -18,8 +18,8 @@ from tests.distributed import TEST_SECONDS
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted(
-    [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md", "benchmarks/README.md")]
-    + list((ROOT / "docs").glob("*.md"))
+    [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md")]
+    + [path for folder in ("benchmarks", "docs") for path in (ROOT / folder).glob("*.md")]
 )
 
 LINK = re.compile(r'!?\[[^\]]*\]\(([^)\s]+)\)|src="([^"]+)"')
