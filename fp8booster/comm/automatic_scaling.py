@@ -78,11 +78,12 @@ class AutomaticScaling:
         *,
         sizes: Sequence[int] | None = None,
         min_bytes: int | None = None,
+        of: tuple[str, ...] = (),
     ) -> None:
         """`torch.distributed.reduce_scatter_tensor`: each rank's part of the sum or mean over ranks, added in FP8.
 
         Args:
-            output, input, op, group, min_bytes: as in `collectives.reduce_scatter_tensor`.
+            output, input, op, group, min_bytes, of: as in `collectives.reduce_scatter_tensor`.
             sizes: values of each tensor in a part, which share a scale in all parts; None for one scale.
 
         An infinity or a NaN arrives as NaN, with the tensor that shares its scale.
@@ -92,7 +93,7 @@ class AutomaticScaling:
             input,
             group,
             False,
-            {"min_bytes": min_bytes},
+            {"min_bytes": min_bytes, "of": of},
             {"values": input.numel(), "sizes": None if sizes is None else tuple(sizes)},
             op=op,
             claimed_as="AutomaticScaling.reduce_scatter_tensor",

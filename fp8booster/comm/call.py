@@ -169,7 +169,7 @@ class Call:
         by_nodes: bool = False,
     ) -> None:
         self.name, self.async_op, self.op = name, async_op, op
-        self.encoding, min_bytes = settings(**options)
+        self.encoding, min_bytes, of = settings(**options)
         self.group = group_or_all(group)  # looked up once
         self.ranks = ranks_of(self.group)
         self._given = tensor.nbytes if given is None else given
@@ -189,6 +189,7 @@ class Call:
                 "op": getattr(op, "name", "with a factor"),
                 "encoding": self.encoding,
                 "min_bytes": min_bytes,
+                **({"of": ", ".join(of)} if of else {}),
             },
         )
         least = 0 if by_nodes else min_bytes

@@ -81,6 +81,7 @@ def all_reduce_coalesced(
     *,
     encoding: Encoding = DEFAULT,
     bucket_bytes: int = BUCKET_BYTES,
+    of: Sequence[str] = (),
 ) -> None:
     """`all_reduce` of many tensors, in place, side by side in messages of about `bucket_bytes`.
 
@@ -88,11 +89,13 @@ def all_reduce_coalesced(
         tensors: of any shapes and dtypes; those of one dtype share messages.
         op, group, encoding: as in `all_reduce`. Tensors that share a message share the scales of some blocks.
         bucket_bytes: a message is sent when the next tensor would not fit; a larger tensor is one of its own.
+        of: whose values they are, one name for each tensor; ranks that differ in them raise.
     """
+    names = dict(zip(map(id, tensors), of, strict=bool(of)))
     for bucket in _buckets(tensors, bucket_bytes):
         # not encoded from where they lie: sums are decoded to one tensor
         message = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
-        all_reduce(message, op, group, encoding=encoding)
+        all_reduce(message, op, group, encoding=encoding, of=tuple(names[id(each)] for each in bucket if names))
         copy_parts(bucket, message)
 
 

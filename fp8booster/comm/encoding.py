@@ -117,12 +117,17 @@ class Options(TypedDict, total=False):
     """The payload, in bytes of the uncompressed call's larger side, from which a call is sent in FP8; where it is None
     or not given, `threshold.MINIMUM_BYTES` has it."""
 
+    of: tuple[str, ...]
+    """Whose values these are, as by the names of parameters: ranks that have as many values of others differ."""
 
-def settings(encoding: Encoding = DEFAULT, min_bytes: int | None = None) -> tuple[Encoding, int | None]:
+
+def settings(
+    encoding: Encoding = DEFAULT, min_bytes: int | None = None, of: tuple[str, ...] = ()
+) -> tuple[Encoding, int | None, tuple[str, ...]]:
     """Return options with their defaults. Raises TypeError for an encoding that is none."""
     if not isinstance(encoding, Encoding):
         raise TypeError(f"encoding is {encoding!r}; give an fp8booster.comm.Encoding, as Encoding(format=...)")
-    return encoding, min_bytes
+    return encoding, min_bytes, of
 
 
 class Parts(NamedTuple):

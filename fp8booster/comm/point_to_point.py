@@ -162,7 +162,7 @@ def _handle(transfer: Transfer, outputs: list[Tensor]) -> Work | None:
 
 def _decide(tensor: Tensor, group: Group, options: Options) -> tuple[Encoding, str | None]:
     """Return the encoding, and the reason for which the tensor goes uncompressed nevertheless, or None."""
-    encoding, min_bytes = settings(**options)
+    encoding, min_bytes, _ = settings(**options)
     return encoding, _reason(tensor, group, min_bytes)
 
 

@@ -78,14 +78,13 @@ class FP8HybridParallelModule(SavesMasters, HybridParallelModule):
     def sync_dp_grads(self) -> None:
         """Average gradients over data parallel ranks, then add those that pipeline stages share."""
         if dist.get_world_size(self.dp_group) > 1:
-            trained = [parameter for parameter in self.module.parameters() if parameter.grad is not None]
+            named = self.module.named_parameters()
+            trained = {name: parameter for name, parameter in named if parameter.grad is not None}
             # apart: ranks of tensor parallelism hold copies of the first, which must be rounded alike on each
             for replicated in (True, False):
+                part = {name: each.grad for name, each in trained.items() if is_replicated(each) is replicated}
                 comm.all_reduce_coalesced(
-                    [parameter.grad for parameter in trained if is_replicated(parameter) is replicated],
-                    dist.ReduceOp.AVG,
-                    self.dp_group,
-                    encoding=self.encoding,
+                    [*part.values()], dist.ReduceOp.AVG, self.dp_group, encoding=self.encoding, of=[*part]
                 )
         for sums in self.stage_sums:
             sums.sum()

@@ -47,6 +47,9 @@ class Trained:
 
     is_expert: bool = False
 
+    name: str = ""
+    """In the model that is trained."""
+
     def __post_init__(self) -> None:
         self.place = self.group_id, id(self.working)
         """By which Colossal-AI's stores know its gradient."""
