@@ -117,6 +117,19 @@ class FP8GeminiDDP(GatheringGeminiDDP):
                 parameter._grad_handle.remove()
                 parameter._grad_handle = parameter.register_hook(partial(self._keep_gradient, parameter))
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module.
+
+        Raises:
+            RuntimeError: gradients of an earlier backward lie where weights did.
+        """
+        if self.trained_since_step and self.chunk_manager.reuse_fp16_chunk:
+            raise RuntimeError(
+                "gradients lie where weights did until the optimizer steps; call step() or zero_grad() before the next "
+                "forward, or give GeminiPlugin(enable_gradient_accumulation=True)"
+            )
+        return super().forward(*args, **kwargs)
+
     def _init_chunks(self, *args: Any, **kwargs: Any) -> None:
         ranks = dist.get_world_size(self.zero_group)
         gathered = self.chunk_manager.kwargs_config[ranks].get("keep_gathered", False)

@@ -196,3 +196,24 @@ def test_evaluation_and_inference_read_the_same_weights() -> None:
     with torch.inference_mode():
         found = network.model(features())
     assert found == network.model(features())
+
+
+@ranks(2)
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_forward_before_the_step_is_refused_where_gradients_lie_in_place_of_weights(fused: bool) -> None:
+    run = boost(wire(fp8_config=config(fused=fused)))
+    tokens = batch()
+    first = run.loss(tokens)
+    run.booster.backward(first, run.optimizer)
+    for mode in (torch.enable_grad, torch.no_grad):
+        with mode(), pytest.raises(RuntimeError, match=r"call step\(\) or zero_grad\(\) before the next forward"):
+            run.loss(tokens)
+    run.optimizer.zero_grad()
+    assert run.loss(tokens).item() == first.item()
+    run = boost(wire(fp8_config=config(fused=fused), enable_gradient_accumulation=True))
+    for _ in range(2):
+        loss = run.loss(tokens)
+        run.booster.backward(loss / 2, run.optimizer)
+        assert loss.item() == first.item()
+    run.optimizer.step()
+    assert run.loss(tokens).item() != first.item()
