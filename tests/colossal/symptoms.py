@@ -181,6 +181,15 @@ def _load_through_pinned_memory() -> None:
         GeneralCheckpointIO().load_model(nn.Linear(4, 4), f"{folder}/model.bin", low_cpu_mem_mode=False)
 
 
+def _gather_states_that_are_not_there() -> None:
+    booster, model, optimizer = boosted(stage=1)
+    train(booster, model, optimizer, steps=1)
+    (group,) = optimizer.optim.param_groups
+    del optimizer.optim.state[group["params"][0]]  # as of a layer that never got a gradient
+    for _ in optimizer.state_dict_shard():
+        pass
+
+
 def _gather_optimizer_states() -> None:
     booster, model, optimizer = boosted(1)
     train(booster, model, optimizer, steps=1)
@@ -332,6 +341,7 @@ SYMPTOMS = {
     "async_save_without_tensornvme": Symptom(_save_in_background, "AsyncFileWriter"),
     "cpu_memory_is_not_pinned": Symptom(_load_through_pinned_memory, "Cannot access accelerator device"),
     "cpu_optimizer_states_are_not_pinned": Symptom(_gather_optimizer_states, "pin_memory=True requires"),
+    "states_are_saved_of_what_was_stepped": Symptom(_gather_states_that_are_not_there, "KeyError"),
     "tied_weights_are_saved_from_the_cpu": Symptom(_save_tied_weights, "share memory"),
     "shards_name_a_tied_weight_once": Symptom(_load_shards_that_name_a_tied_weight_once, "missing: ['lm_head.weight']"),
     "an_index_names_files_of_its_folder": Symptom(_load_what_an_index_names_elsewhere, "it was read"),
