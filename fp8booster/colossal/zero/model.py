@@ -23,6 +23,12 @@ class SavesMasters:
         if optimizer is not None:  # Colossal-AI bound what the class had that the optimizer was
             self.update_master_params = MethodType(optimizer.update_master_params, self)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of a module; the sums of gradients too, which ZeRO keeps apart from its parameters."""
+        super().zero_grad(set_to_none)
+        if self.zero_optimizer is not None:
+            self.zero_optimizer.zero_grad(set_to_none)
+
     def _force_wait_all_gather(self) -> None:
         """Make the working weights ready to be saved; checkpoint IO calls it on every rank before it reads them."""
         super()._force_wait_all_gather()

@@ -46,6 +46,7 @@ from fp8booster.nn.modules import change_class
 from fp8booster.optim import AdamW, one_pass
 from fp8booster.optim.steps import clipping_divisor
 from fp8booster.optim.used_gradient import REFUSAL
+from fp8booster.reading import first_of
 
 _ADDS_UP = attrgetter("adds_up")
 
@@ -74,6 +75,9 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
 
     _updated_amaxes: dict[Trained, torch.Tensor]
     """Of each parameter that this backward has updated the master of, the amax of this rank's shard."""
+
+    _frozen: dict[str, nn.Parameter]
+    """Parameters that required no gradient when ZeRO chose what it trains, by their names."""
 
     _warned_of_no_sync: bool = False
 
@@ -105,15 +109,17 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
             AccumulatedGradients.convert_in_place(store, config.gradient_accumulation, widens=optimizer._master_weights)
         for bucket in optimizer.pg_to_bucket_store.values():
             GradientBucket.convert_in_place(bucket)
+        names = {id(each): name for name, each in model.named_parameters()}
+        optimizer._frozen = {name: each for name, each in model.named_parameters() if not each.requires_grad}
         optimizer._trained = {
-            id(working): optimizer._known_of(working, group_id)
+            id(working): optimizer._known_of(working, group_id, names.get(id(working), "a parameter of no module"))
             for group_id, group in optimizer._working_param_groups.items()
             for working in group
         }
         if not optimizer.grad_handles:
             optimizer._attach_reduction_hook()  # Colossal-AI has none in stage 1 without overlap
 
-    def _known_of(self, working: nn.Parameter, group_id: int) -> Trained:
+    def _known_of(self, working: nn.Parameter, group_id: int, name: str) -> Trained:
         """Gather what the stores know of a parameter."""
         key = id(working)
         padding, ranks = self.get_param_padding_size(working), self.pid_to_bucket_store[key].world_size
@@ -126,6 +132,7 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
             padding,
             (working.numel() + padding) // ranks % (self.gradient_encoding.block_size or 1) != 0,
             is_moe_tensor(working),
+            name,
         )
 
     # --- backward: buckets of gradients are reduced, and each rank keeps its part
@@ -182,7 +189,8 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
                 gradient.record_stream(stream)  # its memory outlives its last use on this stream
         # norms and sums too: they would hold up backward, and read what this stream writes
         with accelerator.stream(stream):
-            parts = self._reduced(bucket, gradients)
+            # ranks that used other layers of the same sizes would add up gradients of different parameters
+            parts = self._reduced(bucket, gradients, tuple(each.name for each in trained))
             if self.updates_in_backward:
                 self._update(dict(zip(trained, parts, strict=True)))
                 return
@@ -191,8 +199,10 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
             if store.kind != "8-bit":  # whose norms are those of what the step decodes
                 bucket.find_norms(sums)
 
-    def _reduced(self, bucket: GradientBucket, gradients: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Return this rank's parts of the means over ranks.
+    def _reduced(
+        self, bucket: GradientBucket, gradients: list[torch.Tensor], of: tuple[str, ...]
+    ) -> Sequence[torch.Tensor]:
+        """Return this rank's parts of the means over ranks of the gradients of what is named.
 
         Sums are FP32 and rounded once, to BF16 where gradients are BF16, as Colossal-AI's sums are: the optimizer reads
         half as much. FP16 is too narrow for a sum that is yet to be divided by the loss scale.
@@ -213,11 +223,13 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
                 # with two groups the first mean is not the result: rounding it would round twice
                 dtype = kept if group is groups[-1] else torch.float32
                 part = gradients[0].new_empty(sum(sizes), dtype=dtype)
-                comm.reduce_scatter_coalesced(part, gradients, ReduceOp.AVG, group, encoding=self.gradient_encoding)
+                comm.reduce_scatter_coalesced(
+                    part, gradients, ReduceOp.AVG, group, encoding=self.gradient_encoding, of=of
+                )
             else:
                 whole = side_by_side(gradients, ranks)
                 part = whole.new_empty(sum(sizes))
-                self.automatic_scaling.reduce_scatter_tensor(part, whole, ReduceOp.AVG, group, sizes=sizes)
+                self.automatic_scaling.reduce_scatter_tensor(part, whole, ReduceOp.AVG, group, sizes=sizes, of=of)
             if group is not groups[-1]:
                 gradients = part.split(sizes)
         return part.to(kept).split(sizes)
@@ -267,12 +279,14 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
 
         Raises:
             ValueError: a closure is given; gradients are reduced before the step, so it cannot be called again.
+            RuntimeError: gradients have not been reduced, since the loss ran backward by itself.
         """
         if closure is not None:
             raise ValueError("ZeRO's step takes no closure: its gradients are reduced before; call step() without one")
         # within `no_sync` gradients are whole and unreduced, and Colossal-AI's step does nothing there either
         if not self.require_grad_sync:
             return
+        self._require_reduced()
         # before anything is written: every rank skips alike, as overflow is agreed on
         if self.mixed_precision_mixin is not None and self.mixed_precision_mixin.should_skip_step():
             if self._verbose:
@@ -300,6 +314,23 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
             updated = list(gradients)
             works, amaxes = self._step_optimizer(gradients, divisor)
         self._publish(updated, works, amaxes)
+
+    def _require_reduced(self) -> None:
+        """Raise RuntimeError where gradients wait to be reduced: a step would go without them, or by some of them."""
+        waiting = [each.name for each in self._trained.values() if each.working.grad is not None]
+        if waiting:
+            raise RuntimeError(
+                f"gradients of {first_of(waiting)} wait to be reduced over the ranks; call booster.backward(loss, "
+                "optimizer) in place of loss.backward(), and for the last micro-batch outside of no_sync"
+            )
+        unfrozen = [name for name, parameter in self._frozen.items() if parameter.grad is not None]
+        if unfrozen:
+            self._frozen = {}  # told once
+            self._logger.warning(
+                f"{first_of(unfrozen)} got gradients and stay as they are: ZeRO trains what required gradients when "
+                "booster.boost was called; unfreeze before",
+                ranks=[0],
+            )
 
     def forget_step(self) -> None:
         """As `BoostedOptimizer.forget_step`; counts of automatic scaling too."""

@@ -134,7 +134,8 @@ def test_what_is_known_of_a_parameter_is_gathered_once(ranks: int, block: int | 
         gathered_weights=SimpleNamespace(of=lambda each: "in FP8"),
         gradient_encoding=SimpleNamespace(block_size=block),
     )
-    known = made._known_of(working, 3)
+    known = made._known_of(working, 3, "a.weight")
+    assert known.name == "a.weight"
     assert (known.working is working, known.master is master, known.store is store) == (True, True, True)
     assert (known.group_id, known.gathered, known.padding, known.is_expert) == (3, "in FP8", 2, False)
     assert known.place == (3, id(working))
@@ -380,14 +381,14 @@ def test_a_buckets_parts_are_added_to_the_sums_of_their_parameters_and_groups(mo
     one, other = trained(parameter(4), 1, store=store), trained(parameter(8), 2, store=store)
     bucket = bucket_of(one, other)
     own = torch.arange(6.0).split([2, 4])  # of both, on one of two ranks
-    made = optimizer(updates_in_backward=False, reduces_beside_backward=False, _reduced=lambda of, gradients: own)
+    made = optimizer(updates_in_backward=False, reduces_beside_backward=False, _reduced=lambda *_: own)
     made._reduce_bucket(bucket)
     assert store.added == [([0.0, 1.0], one.place), ([2.0, 3.0, 4.0, 5.0], other.place)]
     assert len(bucket.without_norms) == 2
     store.kind = "8-bit"  # whose norms are those of what the step decodes
     one.working.grad = torch.ones(4)
     bucket.trained.append(one)
-    made._reduced = lambda of, gradients: [torch.ones(2)]
+    made._reduced = lambda *_: [torch.ones(2)]
     made._reduce_bucket(bucket)
     assert len(bucket.without_norms) == 2
 
@@ -411,7 +412,7 @@ def test_one_rank_keeps_gradients_where_they_lie_unless_they_add_up(
         _master_weights=True,
         pg_to_grad_store={None: SimpleNamespace(adds_up=adds_up)},
     )
-    parts = made._reduced(bucket, gradients)
+    parts = made._reduced(bucket, gradients, ())
     assert all(map(torch.equal, parts, gradients))
     lie_there = [part.data_ptr() == each.data_ptr() for part, each in zip(parts, gradients, strict=True)]
     assert lie_there == [not adds_up] * 2
@@ -427,6 +428,7 @@ def test_updates_of_backward_are_published_with_their_amaxes(monkeypatch) -> Non
         updates_in_backward=True,
         automatic_scaling=None,
         _updated_amaxes=amaxes,
+        _frozen={},
         _trained={each.place[1]: each for each in updates},
         optim=None,
         _gather=lambda of: [f"gather of {int(each.master[0])}" for each in of],
