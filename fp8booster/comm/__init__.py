@@ -4,8 +4,9 @@
     dist_fp8.all_reduce(gradients, op=dist.ReduceOp.AVG)
     print(dist_fp8.statistics())
 
-Collectives and sends take two more arguments, `encoding` and `min_bytes` (`encoding.Options`), which all ranks of a
-call must give alike. `statistics` shows which calls went uncompressed, and why.
+Collectives and sends take two more arguments, `encoding` and `min_bytes` (`encoding.Options`), and reductions also `of`
+(`ReductionOptions`). All ranks of a call must give them alike. `statistics` shows which calls went uncompressed, and
+why.
 
 Every value is rounded once on its way, and in `all_reduce` twice whatever the number of ranks: pieces are exchanged,
 added in FP32 from the first rank to the last, cast again and gathered. A rank decodes its own piece from the message as

@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import Work
 
 from fp8booster.comm.agreement import Claim
 from fp8booster.comm.by_nodes import Schedule, schedule_of
-from fp8booster.comm.encoding import Options, settings
+from fp8booster.comm.encoding import Options, ReductionOptions, settings
 from fp8booster.comm.observer import bytes_of_encoded, observer
 from fp8booster.comm.threshold import Op, ReduceOp, gains_by_nodes, group_or_all, ranks_of, uncompressed_reason
 
@@ -156,7 +156,7 @@ class Call:
         tensor: Tensor,
         group: dist.ProcessGroup | None,
         async_op: bool,
-        options: Options,
+        options: Options | ReductionOptions,
         compared: Mapping[str, object],
         *,
         op: Op = ReduceOp.SUM,

@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import Work
 from typing_extensions import Unpack
 
 from fp8booster.comm.call import Call, Transfer
-from fp8booster.comm.encoding import DEFAULT, Encoding, Options, Parts
+from fp8booster.comm.encoding import DEFAULT, Encoding, Options, Parts, ReductionOptions
 from fp8booster.comm.threshold import Group, Op, ReduceOp, group_or_all, ranks_of
 from fp8booster.comm.transport import (
     add_and_scatter,
@@ -36,7 +36,11 @@ BUCKET_BYTES = 64 * 2**20
 
 
 def all_reduce(
-    tensor: Tensor, op: Op = ReduceOp.SUM, group: Group = None, async_op: bool = False, **options: Unpack[Options]
+    tensor: Tensor,
+    op: Op = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    **options: Unpack[ReductionOptions],
 ) -> Work | None:
     """`torch.distributed.all_reduce`: the sum or mean over ranks, in place. Other reductions run plain."""
     count = tensor.numel()
@@ -131,7 +135,7 @@ def reduce_scatter_tensor(
     op: Op = ReduceOp.SUM,
     group: Group = None,
     async_op: bool = False,
-    **options: Unpack[Options],
+    **options: Unpack[ReductionOptions],
 ) -> Work | None:
     """`torch.distributed.reduce_scatter_tensor`: each rank's part of the sum or mean over ranks, rounded once."""
     compared = {"values": input.numel()}
@@ -153,7 +157,7 @@ def reduce_scatter(
     op: Op = ReduceOp.SUM,
     group: Group = None,
     async_op: bool = False,
-    **options: Unpack[Options],
+    **options: Unpack[ReductionOptions],
 ) -> Work | None:
     """`torch.distributed.reduce_scatter`: the sum or mean over ranks of the tensors that each lists for this rank.
 
@@ -172,7 +176,11 @@ def reduce_scatter(
 
 
 def reduce_scatter_coalesced(
-    outputs: Tensor, inputs: Sequence[Tensor], op: Op = ReduceOp.SUM, group: Group = None, **options: Unpack[Options]
+    outputs: Tensor,
+    inputs: Sequence[Tensor],
+    op: Op = ReduceOp.SUM,
+    group: Group = None,
+    **options: Unpack[ReductionOptions],
 ) -> None:
     """`reduce_scatter_tensor` of many tensors in one message, encoded from where they lie.
 

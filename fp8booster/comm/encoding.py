@@ -117,6 +117,10 @@ class Options(TypedDict, total=False):
     """The payload, in bytes of the uncompressed call's larger side, from which a call is sent in FP8; where it is None
     or not given, `threshold.MINIMUM_BYTES` has it."""
 
+
+class ReductionOptions(Options, total=False):
+    """Arguments of reductions besides torch's."""
+
     of: tuple[str, ...]
     """Whose values these are, as by the names of parameters: ranks that have as many values of others differ."""
 
