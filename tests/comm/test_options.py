@@ -82,7 +82,10 @@ def test_each_message_of_many_tensors_goes_as_told(monkeypatch) -> None:
     tensors = [torch.ones(3), torch.ones(3), torch.ones(3).bfloat16()]
     how = {"encoding": HOW["encoding"]}
     collectives.all_reduce_coalesced(tensors, dist.ReduceOp.AVG, GROUP, bucket_bytes=12, **how)
-    assert calls == [("all_reduce", [dist.ReduceOp.AVG, GROUP], how)] * 3
+    assert calls == [("all_reduce", [dist.ReduceOp.AVG, GROUP, ()], how)] * 3
+    calls.clear()
+    collectives.all_reduce_coalesced(tensors, dist.ReduceOp.AVG, GROUP, bucket_bytes=24, of=("a", "b", "c"), **how)
+    assert [others[-1] for _, others, _ in calls] == [("a", "b"), ("c",)]
 
 
 def test_a_format_is_no_encoding() -> None:
