@@ -33,7 +33,7 @@ class State:
 
     @property
     def saved(self) -> dict[str, torch.Tensor]:
-        """The tensors that a checkpoint needs, by name; read between two steps."""
+        """The tensors that a checkpoint needs, by name, without what a step noted that no optimizer has ended."""
         return {}
 
     def load(self, saved: Mapping[str, torch.Tensor]) -> None:

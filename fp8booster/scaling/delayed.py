@@ -99,10 +99,11 @@ class _History:
         self.made_for = device, dtype
         with torch.inference_mode(False):  # so that training may write to it after a forward in that mode
             self.amaxes = torch.zeros(1 + steps, dtype=torch.float32, device=device)
-        self._first_step = self._step = optimizer_steps()
+        self._step: int | None = None  # the one of the last cast, which the first amax is of
+        self._first_step = optimizer_steps()
         if past is not None and past.shape == self.amaxes.shape:
             self.amaxes.copy_(past)
-            self._first_step = self._step = -1  # of a step before all of this process
+            self._first_step = -1  # of a step before all of this process
 
     @property
     def is_first_step(self) -> bool:
@@ -110,14 +111,23 @@ class _History:
         return self._step == self._first_step
 
     def begin_step(self) -> bool:
-        """Tell whether an optimizer has stepped since the last cast."""
+        """Tell whether the cast that comes is the first of its step."""
         before, self._step = self._step, optimizer_steps()
         return before != self._step
 
-    def forget_step(self) -> None:
-        """Forget the amax of the step that runs."""
-        if self._step == optimizer_steps():
-            self.amaxes[0] = 0.0
+    @property
+    def ended(self) -> torch.Tensor | None:
+        """The amaxes without those of a step that no optimizer has ended; None: there are no others."""
+        if self._step != optimizer_steps():
+            return self.amaxes
+        # the oldest went when this step began, and no later step reads it
+        return None if self.is_first_step else torch.cat([self.amaxes[1:], self.amaxes.new_zeros(1)])
+
+    def go_back(self, ended: torch.Tensor) -> None:
+        """Go on from `ended`, as if the step that runs had not begun."""
+        if ended is not self.amaxes:
+            self.amaxes.copy_(ended)
+            self._step = None
 
 
 class _Histories(State):
@@ -139,7 +149,8 @@ class _Histories(State):
     @property
     def saved(self) -> dict[str, torch.Tensor]:
         """As `State.saved`: amaxes by role."""
-        return self._loaded | {role: each.amaxes for role, each in self.by_role.items()}
+        ended = {role: each.ended for role, each in self.by_role.items()}
+        return self._loaded | {role: amaxes for role, amaxes in ended.items() if amaxes is not None}
 
     def load(self, saved: Mapping[str, torch.Tensor]) -> None:
         """As `State.load`; amaxes of another number of steps are left out."""
@@ -147,6 +158,10 @@ class _Histories(State):
 
     def forget_step(self) -> None:
         """As `State.forget_step`."""
-        for role, history in self.by_role.items():
-            if role != WEIGHT:  # it is as it was, and so is its cast
-                history.forget_step()
+        for role, history in list(self.by_role.items()):
+            if role == WEIGHT:  # it is as it was, and so is its cast
+                continue
+            if (ended := history.ended) is None:
+                del self.by_role[role]
+            else:
+                history.go_back(ended)

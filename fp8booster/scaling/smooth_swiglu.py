@@ -25,6 +25,7 @@ from fp8booster.kernels.rowwise_cast import channel_cast, column_amax
 from fp8booster.scaling.checks import require_switch
 from fp8booster.scaling.contract import INPUT, OUTPUT_GRADIENT, WEIGHT, State
 from fp8booster.scaling.real_time import RealTimeElsewhere
+from fp8booster.scaling.steps import optimizer_steps
 from fp8booster.tensor import QuantizedMatrix
 
 LARGEST_POWER = 32
@@ -108,29 +109,37 @@ class ChannelFactors(State):
         """float32 [K]: multiply channels of the input."""
 
         self._seen: torch.Tensor | None = None  # float32 [K], amaxes of the channels since the last cast of the weight
+        self._step: int | None = None  # the one in which the last of them was noted
+        self._found_from: torch.Tensor | None = None  # float32 [K], those that `factors` came from
 
     def note(self, role: str, amaxes: torch.Tensor) -> None:
         """Take the channels' amaxes of an input, or those of a weight that is cast now and finds the factors."""
         if role == WEIGHT:
             # a weight is cast once a step, and its cast and those of inputs must have the same factors until the next
             if self._seen is not None and self._seen.shape == amaxes.shape:
-                self.factors = factors_of(self._seen.to(amaxes.device), amaxes)
+                self.factors, self._found_from = factors_of(self._seen.to(amaxes.device), amaxes), self._seen
             self._seen = None
         else:
+            self._step = optimizer_steps()
             self._seen = amaxes if self._seen is None else torch.maximum(self._seen.to(amaxes.device), amaxes)
 
     @property
     def saved(self) -> dict[str, torch.Tensor]:
-        """As `State.saved`: the amaxes that the next cast of the weight finds its powers from, [K]."""
-        return {} if self._seen is None else {INPUT: self._seen}
+        """As `State.saved`: the amaxes that the next cast of the weight finds its powers from, [K].
+
+        In a step that no optimizer has ended they are those of its own cast, which a resumed run does again.
+        """
+        found = self._found_from if self._seen is None or self._step == optimizer_steps() else self._seen
+        return {} if found is None else {INPUT: found}
 
     def load(self, saved: Mapping[str, torch.Tensor]) -> None:
         """As `State.load`; amaxes of another number of channels are left out at the next cast."""
-        self._seen = saved.get(INPUT)
+        self._seen, self._step = saved.get(INPUT), None
 
     def forget_step(self) -> None:
         """As `State.forget_step`; the factors stay, for so does the weight's cast."""
-        self._seen = None
+        if self._step == optimizer_steps():
+            self._seen = None
 
 
 def factors_of(inputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

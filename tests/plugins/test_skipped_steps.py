@@ -6,12 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from fp8booster import FP8Config, convert_to_fp8
 from fp8booster.comm import Encoding
 from fp8booster.monitor.watchdog import Watchdog
-from fp8booster.nn.held_casts import remembered_amaxes
+from fp8booster.nn.held_casts import held_casts, remembered_amaxes
 from fp8booster.nn.recording import record
+from fp8booster.scaling import INPUT, OUTPUT_GRADIENT, WEIGHT
+from fp8booster.scaling.delayed import _Histories
+from fp8booster.scaling.smooth_swiglu import ChannelFactors
+from fp8booster.scaling.steps import note_step
 from tests.colossal.models import tiny_llama, token_batch
 from tests.distributed import ranks
 from tests.plugins.training import Boosted, boost
@@ -41,6 +46,13 @@ def engine(name: str, scaling: str, **arguments: Any) -> Any:
 def start(name: str, scaling: str, **arguments: Any) -> Boosted:
     optimizer = torch.optim.Adam if name == "gemini" else torch.optim.AdamW
     return boost(engine(name, scaling, **arguments), tiny_llama(), lr=1e-2, optimizer=optimizer)
+
+
+def roles_noted(model: nn.Module) -> set[str]:
+    """The roles of operands that scaling has noted amaxes of, in the first step."""
+    states = [casts.state for held in held_casts(model) if (casts := held.get()) is not None and casts.state]
+    delayed = {role for state in states if isinstance(state, _Histories) for role in state.by_role}
+    return delayed | {INPUT for state in states if isinstance(state, ChannelFactors) and state._seen is not None}
 
 
 def cases() -> list[tuple[str, str]]:
@@ -98,10 +110,9 @@ def test_automatic_scaling_stays_where_the_step_is_refused_at_its_norm() -> None
 def test_amaxes_stay_where_the_loss_scale_is_too_large(name: str, scaling: str) -> None:
     run = start(name, scaling, **OVERFLOWS)
     run.step(token_batch(0))
-    noted = remembered_amaxes(run.model.unwrap())
-    inputs = [amaxes for by_role in noted.values() for role, amaxes in by_role.items() if role != "weight"]
-    assert inputs or scaling == "smooth SwiGLU"
-    assert not any(amaxes.any() for amaxes in inputs)
+    assert roles_noted(run.model.unwrap()) <= {WEIGHT}
+    run.booster.backward(run.loss(token_batch(0)), run.optimizer)
+    assert INPUT in roles_noted(run.model.unwrap())
 
 
 def test_a_recording_that_skips_a_step_forgets_it() -> None:
@@ -110,9 +121,11 @@ def test_a_recording_that_skips_a_step_forgets_it() -> None:
     tokens = token_batch(0)
     loss = model(input_ids=tokens, labels=tokens).loss
     loss.backward()
+    assert roles_noted(model) == {WEIGHT, INPUT, OUTPUT_GRADIENT}
     assert not recording.allows_step(float("nan"))
     recording.close()
+    assert roles_noted(model) == {WEIGHT}
+    note_step()
     noted = remembered_amaxes(model)
     assert noted
-    assert not any(amaxes.any() for each in noted.values() for role, amaxes in each.items() if role != "weight")
-    assert all(each["weight"].any() for each in noted.values() if "weight" in each)
+    assert all(each[WEIGHT].any() for each in noted.values())

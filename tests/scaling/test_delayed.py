@@ -19,7 +19,7 @@ from fp8booster.nn.experts.grouped import GroupedExperts
 from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.fuse import fuse
 from fp8booster.nn.graphs import capture_layers, captured_layers
-from fp8booster.nn.held_casts import remember_amaxes, remembered_amaxes
+from fp8booster.nn.held_casts import forget_step, remember_amaxes, remembered_amaxes
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.scaling import INPUT, OUTPUT_GRADIENT, WEIGHT, Constant, Delayed
@@ -65,6 +65,27 @@ def test_the_most_recent_amax_and_a_margin_are_options() -> None:
     for value, expected in ((1.0, 4.0), (2.0, 1.0), (0.0, 2.0), (1.0, 2.0)):  # zero says nothing
         note_step()
         assert cast(casts, value) == inverse(8 * expected)
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("then", ["the next step", "a step of another optimizer", "an operand of zeros"])
+def test_a_step_that_is_forgotten_is_as_if_it_had_not_begun(steps: int, then: str) -> None:
+    casts = Casts.of_layer(FP8Config(scaling=Delayed(amax="most recent"), emulate=True))
+    for _ in range(steps):
+        cast(casts, 4.0)
+        note_step()
+    for _ in range(2):
+        cast(casts, 8.0)
+        casts.forget_step()
+        casts.forget_step()
+    if then == "a step of another optimizer":
+        note_step()
+    if then == "an operand of zeros" and steps:  # which says nothing, after the first step
+        cast(casts, 0.0)
+        note_step()
+    assert cast(casts, 2.0) == inverse(4.0 if steps else 2.0)
+    note_step()
+    assert cast(casts, 1.0) == inverse(2.0)
 
 
 def test_a_constant_scale_is_two_to_the_power_asked_for() -> None:
@@ -337,25 +358,31 @@ def test_devices_cast_the_bits_of_the_cpu_and_the_host_does_not_wait(
         note_step()
 
 
-@pytest.mark.parametrize(
-    ("config", "roles"),
-    [(DELAYED, {WEIGHT, INPUT, OUTPUT_GRADIENT}), (FP8Config(scaling="smooth-swiglu", emulate=True), {INPUT})],
-)
+SMOOTH = FP8Config(scaling="smooth-swiglu", emulate=True)
+
+
+def fused(config: FP8Config) -> nn.Module:
+    model = convert_to_fp8(build(), config)
+    fuse(model)
+    return model
+
+
+def backward(model: nn.Module, seed: int) -> None:
+    torch.manual_seed(seed)
+    model(input_ids=batch(), labels=batch()).loss.backward()
+
+
+def take(model: nn.Module, steps: range) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in steps:
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("config", "roles"), [(DELAYED, {WEIGHT, INPUT, OUTPUT_GRADIENT}), (SMOOTH, {INPUT})])
 def test_a_model_that_remembers_goes_on_bit_for_bit(config: FP8Config, roles: set[str]) -> None:
-    def take(model: nn.Module, steps: range) -> None:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in steps:
-            torch.manual_seed(step)
-            model(input_ids=batch(), labels=batch()).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def made() -> nn.Module:
-        model = convert_to_fp8(build(), config)
-        fuse(model)
-        return model
-
-    whole, resumed, anew = made(), made(), made()
+    whole, resumed, anew = (fused(config) for _ in range(3))
     take(whole, range(3))
     kept, state = copy.deepcopy(remembered_amaxes(whole)), copy.deepcopy(whole.state_dict())
     assert {role for of_layer in kept.values() for role in of_layer} == roles
@@ -369,6 +396,32 @@ def test_a_model_that_remembers_goes_on_bit_for_bit(config: FP8Config, roles: se
     assert same_amaxes(remembered_amaxes(resumed), remembered_amaxes(whole))
     assert all(map(torch.equal, whole.parameters(), resumed.parameters()))
     assert not all(map(torch.equal, whole.parameters(), anew.parameters()))
+
+
+MOST_RECENT = FP8Config(scaling=Delayed(amax="most recent"), emulate=True)
+
+
+@pytest.mark.parametrize("forgets", [False, True], ids=["broken off", "skipped"])
+@pytest.mark.parametrize("ended", [0, 3])
+@pytest.mark.parametrize("config", [DELAYED, MOST_RECENT, SMOOTH], ids=["largest", "most recent", "smooth"])
+def test_what_is_saved_is_of_steps_that_have_ended(config: FP8Config, ended: int, forgets: bool) -> None:
+    expected, disturbed, resumed = (fused(config) for _ in range(3))
+    for model in (expected, disturbed):
+        take(model, range(ended))
+    hook = disturbed.model.embed_tokens.register_forward_hook(lambda _, __, output: 64 * output)
+    backward(disturbed, 7)
+    hook.remove()
+    disturbed.zero_grad()
+    if forgets:
+        forget_step(disturbed)
+    resumed.load_state_dict(disturbed.state_dict())
+    remember_amaxes(resumed, copy.deepcopy(remembered_amaxes(disturbed)))
+    # the one that goes on first: steps of the others would count as steps of this one's
+    runs = (disturbed, resumed) if forgets else (resumed,)
+    for model in (*runs, expected):
+        take(model, range(ended, ended + 3))
+    for run in runs:
+        assert all(map(torch.equal, expected.parameters(), run.parameters()))
 
 
 def same_amaxes(one: dict[str, dict[str, torch.Tensor]], other: dict[str, dict[str, torch.Tensor]]) -> bool:

@@ -12,6 +12,7 @@ from fp8booster.nn.weights import casting
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.scaling import INPUT, OUTPUT_GRADIENT, WEIGHT
 from fp8booster.scaling.smooth_swiglu import ChannelFactors, SmoothSwiGLU, _above_median, factors_of
+from fp8booster.scaling.steps import note_step
 from fp8booster.tensor import QuantizedMatrix
 from tests.scaling.waiting import never_waiting
 
@@ -81,10 +82,12 @@ def test_the_powers_are_found_at_the_weights_cast_from_all_inputs_since_the_last
     assert not cast(casts, WEIGHT, weight).has_factors
     for largest in (2.0**6, 2.0**10, 2.0**2):
         assert not cast(casts, INPUT, of_channels(largest)).has_factors
-    assert casts.saved[INPUT].tolist() == [2.0 if channel != 3 else 2.0**11 for channel in range(COLUMNS)]
+    note_step()
+    noted = casts.saved
+    assert noted[INPUT].tolist() == [2.0 if channel != 3 else 2.0**11 for channel in range(COLUMNS)]
     made = cast(casts, WEIGHT, weight)
     assert casts.state.factors.tolist() == [1.0 if channel != 3 else 2.0**-5 for channel in range(COLUMNS)]
-    assert casts.saved == {}
+    assert casts.saved == noted  # which a run that resumes before this step has ended casts the weight by again
     # a product reads both: what is divided in one is multiplied in the other
     x = of_channels(2.0**10)
     inputs = cast(casts, INPUT, x)
@@ -101,6 +104,7 @@ def test_the_powers_are_found_at_the_weights_cast_from_all_inputs_since_the_last
 def test_transposes_of_backward_and_gradients_change_nothing() -> None:
     casts, weight = by_channel(), of_channels(1.0)
     cast(casts, INPUT, of_channels(2.0**10))
+    note_step()
     before = casts.saved[INPUT].clone()
     cast(casts, INPUT, of_channels(2.0**14), plain=False)
     made = casts.quantize(OUTPUT_GRADIENT, of_channels(2.0**14), transposed=True, dtype=formats.E4M3)
@@ -116,6 +120,26 @@ def test_amaxes_of_another_number_of_channels_are_left_out() -> None:
     casts.load({INPUT: torch.full((COLUMNS * 2,), 3.0)})
     assert not cast(casts, WEIGHT, of_channels(1.0)).has_factors
     assert casts.saved == {}
+
+
+def test_a_step_that_is_forgotten_leaves_the_powers_and_what_the_last_one_noted() -> None:
+    casts, weight = by_channel(), of_channels(1.0)
+    cast(casts, INPUT, of_channels(2.0**10))
+    note_step()
+    noted = casts.saved
+    casts.forget_step()  # of which nothing is cast yet
+    assert casts.saved == noted
+    cast(casts, WEIGHT, weight)
+    factors = casts.state.factors
+    casts.quantize(INPUT, torch.full((16, COLUMNS), math.nan))
+    assert casts.saved == noted
+    casts.forget_step()
+    assert casts.saved == noted
+    cast(casts, WEIGHT, weight)
+    assert casts.state.factors is factors
+    cast(casts, INPUT, of_channels(1.0))
+    note_step()
+    assert casts.saved[INPUT].tolist() == [2.0] * COLUMNS
 
 
 @pytest.mark.parametrize("columns", [16, 20])

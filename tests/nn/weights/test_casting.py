@@ -94,11 +94,14 @@ def test_what_is_saved_is_kept_until_it_is_used_and_used_once() -> None:
     torch.testing.assert_close(found.inverse_scale, torch.tensor(4 / 448))
     assert casts.saved.keys() == kept.keys()
     assert casts.saved[WEIGHT] is kept[WEIGHT]
+    note_step()
     assert casts.saved[INPUT].tolist() == [1.0, 4.0, 4.0]
     casts.quantize(INPUT, ones, dtype=formats.E5M2)
+    note_step()
     assert casts.saved[INPUT].tolist() == [1.0, 0.0, 0.0]
     casts.load({INPUT: torch.tensor([4.0, 4.0])})  # of another length
     casts.quantize(INPUT, 2 * ones)
+    note_step()
     assert casts.saved[INPUT].tolist() == [2.0, 0.0, 0.0]
 
 
