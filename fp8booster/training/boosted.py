@@ -18,7 +18,7 @@ from torch import nn
 
 from fp8booster.colossal.zero.rank_files import load_master_weights, load_moments, save_master_weights, save_moments
 from fp8booster.monitor.traffic import bytes_sent
-from fp8booster.nn.held_casts import remembered_amaxes
+from fp8booster.nn.held_casts import forget_step, remembered_amaxes
 from fp8booster.optim.states_8bit import State
 
 from .adapters import adapted, load_adapters, save_adapters
@@ -95,6 +95,13 @@ class BoostedModel:
             self._norm = self.optimizer.clip_grad_by_norm(max_norm or math.inf)
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def abandon(self) -> None:
+        """Leave the step out that `forward_backward` began or `update` broke off: nothing of it stays."""
+        # gradients that are not finite would be added to the next step's
+        self.optimizer.zero_grad()
+        # of DDP and FSDP it leaves what scaling noted, which would count for the next step
+        forget_step(self.model)
 
     def before_update(self, check: Callable[[float], object]) -> None:
         """Call `check` in each step with the gradients' norm, when no weight has changed."""

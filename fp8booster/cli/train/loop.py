@@ -216,10 +216,12 @@ class Trainer:
             self._require_finite("loss", loss)
             # a norm that is not finite shows only in there, before any weight has changed
             self._boosted.update(self._options.max_norm)
+        except NotFinite:
+            self._boosted.abandon()  # the state before the step is what is saved
+            raise
         except _Skip:
             skipped = True
-            # gradients that are not finite would be added to the next step's
-            self._boosted.optimizer.zero_grad()
+            self._boosted.abandon()
             if self._recording is not None:
                 self._recording.end_step()
         if self._device.type == "cuda":

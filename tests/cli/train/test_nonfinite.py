@@ -6,10 +6,12 @@ import dataclasses
 import math
 import shutil
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -34,6 +36,8 @@ PLUGINS = {
     "ddp": {"plugin": "ddp"},
     "fsdp": {"plugin": "fsdp"},
 }
+SAVED_OFTEN = {**PLUGINS, "hybrid": {"plugin": "hybrid", "stage": 0}}
+"""Not tensor parallel, whose second save in a process was seen to wait for ever."""
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +74,18 @@ def overflowing(trainer: Any) -> None:
         )
 
 
-def train_with_fault(options: TrainOptions, tokens: TokenFile) -> tuple[str | None, list[int], list[str], bool]:
+def with_infinite_inputs(trainer: Any) -> None:
+    """Let the inputs of a feed-forward block be infinite in the step `BAD`, and so the loss NaN."""
+    for name, module in trainer._boosted.model.unwrap().named_modules():
+        if plain_name(name) == "model.layers.1.mlp":
+            module.register_forward_pre_hook(
+                lambda _, inputs: (inputs[0] * math.inf,) if trainer._step + 1 == BAD else None
+            )
+
+
+def train_with_fault(
+    options: TrainOptions, tokens: TokenFile, fault: Callable[[Any], None]
+) -> tuple[str | None, list[int], list[str], bool]:
     """(what ended the run, steps that were kept, notices, whether the weights are finite)."""
     import fp8booster.colossal  # noqa: F401  isort: skip
     from fp8booster.cli.train.loop import NotFinite, Trainer
@@ -81,7 +96,7 @@ def train_with_fault(options: TrainOptions, tokens: TokenFile) -> tuple[str | No
     said, ended = Said(), None
     with count_traffic() as traffic:
         trainer = Trainer(task, said.show, lambda: False, traffic)
-        overflowing(trainer)
+        fault(trainer)
         try:
             trainer.run()
         except NotFinite as error:
@@ -92,10 +107,16 @@ def train_with_fault(options: TrainOptions, tokens: TokenFile) -> tuple[str | No
     return ended, steps, [event["text"] for event in said.events if event["kind"] == "notice"], finite
 
 
-def run(prepared: tuple[TrainOptions, TokenFile], folder: Path, rule: str, **options: Any) -> list[Any]:
+def run(
+    prepared: tuple[TrainOptions, TokenFile],
+    folder: Path,
+    rule: str,
+    fault: Callable[[Any], None] = overflowing,
+    **options: Any,
+) -> list[Any]:
     given, tokens = prepared
     given = dataclasses.replace(given, out=str(folder), on_nonfinite=rule, **options)
-    return on_ranks(2, train_with_fault, options=given, tokens=tokens)
+    return on_ranks(2, train_with_fault, options=given, tokens=tokens, fault=fault)
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)
@@ -118,6 +139,33 @@ def test_a_bad_step_ends_the_run_on_all_ranks_with_its_culprit(prepared, tmp_pat
         assert steps in ([1], [])
         assert not notices
         assert finite
+
+
+def kept(folder: Path, step: int) -> tuple[list[dict[str, torch.Tensor]], list[dict[str, Any]]]:
+    """(weights and masters, amaxes on each rank) of the checkpoint of a step."""
+    checkpoint = folder / "fp8" / "checkpoints" / f"step-{step:08d}"
+    files = [file for part in ("model", "masters") for file in sorted((checkpoint / part).glob("*.safetensors"))]
+    states = [torch.load(file, weights_only=True) for file in sorted((checkpoint / "random").iterdir())]
+    return [load_file(file) for file in files], [state["amaxes"] for state in states]
+
+
+@pytest.mark.parametrize(
+    ("plugin", "scaling"),
+    [*((plugin, "smooth-swiglu") for plugin in PLUGINS), ("low_level_zero", "delayed"), ("ddp", "delayed")],
+)
+def test_what_is_saved_after_a_bad_step_is_the_state_before_it(prepared, plugin, scaling, tmp_path) -> None:
+    options = {**SAVED_OFTEN[plugin], "record": 0, "fp8_options": (f"scaling={scaling}", "always=true")}
+    run(prepared, tmp_path / "before", "raise", steps=BAD - 1, **options)
+    expected = kept(tmp_path / "before", BAD - 1)
+    assert all(expected[1])
+    for ended, *_ in run(prepared, tmp_path / "raise", "raise", with_infinite_inputs, **options):
+        assert ended.startswith(f"The loss became nan at step {BAD}. The state before it is in ")
+    torch.testing.assert_close(kept(tmp_path / "raise", BAD - 1), expected, rtol=0, atol=0)
+    for ended, _, _, finite in run(prepared, tmp_path / "skip", "skip", with_infinite_inputs, steps=BAD, **options):
+        assert ended is None
+        assert finite
+    found = kept(tmp_path / "skip", BAD)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_a_bad_step_is_taken_where_one_asks_for_it(prepared, tmp_path) -> None:
@@ -185,8 +233,6 @@ def run_poisoned(prepared: tuple[TrainOptions, TokenFile], folder: Path, what: s
 
 GOOD, WORSE = "step-00000001", f"step-{BAD:08d}"
 POISONED = [(plugin, "moment") for plugin in PLUGINS] + [("low_level_zero", "weight"), ("gemini", "weight")]
-SAVED_OFTEN = {**PLUGINS, "hybrid": {"plugin": "hybrid", "stage": 0}}
-"""Not tensor parallel, whose second save in a process was seen to wait for ever."""
 
 
 @pytest.mark.parametrize(("plugin", "what"), POISONED)
