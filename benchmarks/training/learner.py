@@ -103,7 +103,7 @@ def _train(built: BuiltEngine, job: Job, folder: RunFolder, step: int, until: fl
         if late or (step == job.steps and math.isfinite(until)):
             with new_checkpoint(folder.checkpoints, step, keep=1, finite=built.boosted.is_finite()) as place:
                 built.boosted.save(place)
-                save_random_state(built.model, place)
+                save_random_state(built.boosted, place)
         if late:
             return False
     return True
@@ -115,7 +115,7 @@ def _resume(built: BuiltEngine, folder: RunFolder) -> int:
     step = 0
     if checkpoint is not None:
         built.boosted.load(checkpoint)
-        load_random_state(built.model, checkpoint)
+        load_random_state(built.boosted, checkpoint)
         step = named_step(checkpoint)
     if dist.get_rank() == 0:
         folder.cut(step)

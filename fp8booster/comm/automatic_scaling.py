@@ -15,7 +15,7 @@ NCCL can run it as one collective, with nothing to decode in between.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -54,10 +54,7 @@ class _Counts(NamedTuple):
 
 
 class AutomaticScaling:
-    """FP8-LM's scaling with its state between steps: mu, and the number of values that saturated since the last one.
-
-    It is not part of a checkpoint: a resumed run begins with the first mu again.
-    """
+    """FP8-LM's scaling with its state between steps: mu, and the number of values that saturated since the last one."""
 
     mu: Tensor
     """float32, shape []. It begins at 1 / ranks, where no sum can overflow."""
@@ -136,10 +133,21 @@ class AutomaticScaling:
             "gradient scale", dist.get_world_size(group), counts.nbytes, "count of saturated", "all_reduce"
         )
         dist.all_reduce(counts, group=group)
-        self._set_mu(counts)
-        if self.mu.is_cuda:
-            # gradients of the next step are reduced on other streams, and cast by this mu
-            self._mu_is_set = torch.cuda.current_stream(self.mu.device).record_event()
+        # FP32 holds every whole number up to 2^24 alone, and a step casts more values than that
+        saturated, cast = counts.double()
+        # on the device, where the counts are: the host need not wait for them
+        factor = torch.where(saturated > SATURATED_AT_MOST * cast, self.mu.new_full((), 0.5), GROWTH)
+        # a step in which all messages were too small for FP8 says nothing about saturation
+        self._set_mu(self.mu * torch.where(cast > 0, factor, 1.0))
+
+    @property
+    def saved(self) -> dict[str, Tensor]:
+        """The tensors that a checkpoint needs, by name."""
+        return {"mu": self.mu}
+
+    def load(self, saved: Mapping[str, Tensor]) -> None:
+        """Go on from `saved` of a run on as many ranks."""
+        self._set_mu(saved["mu"])
 
     def forget_step(self) -> None:
         """Forget what saturated since the last step: the gradients of a skipped one are dropped."""
@@ -158,13 +166,11 @@ class AutomaticScaling:
             total += values
         return total
 
-    def _set_mu(self, counts: Tensor) -> None:
-        # FP32 holds every whole number up to 2^24 alone, and a step casts more values than that
-        saturated, cast = counts.double()
-        # on the device, where the counts are: the host need not wait for them
-        factor = torch.where(saturated > SATURATED_AT_MOST * cast, self.mu.new_full((), 0.5), GROWTH)
-        # a step in which all messages were too small for FP8 says nothing about saturation
-        self.mu *= torch.where(cast > 0, factor, 1.0)
+    def _set_mu(self, mu: Tensor) -> None:
+        self.mu.copy_(mu)
+        if self.mu.is_cuda:
+            # gradients of the next step are reduced on other streams, and cast by this mu
+            self._mu_is_set = torch.cuda.current_stream(self.mu.device).record_event()
 
     def _count(self, encoded: Tensor) -> None:
         """Count the values at the format's largest magnitude. NaN is not among them: its step is bad, not its scale."""

@@ -102,6 +102,20 @@ def test_mu_is_halved_from_0_001_percent_of_saturated_values(device: torch.devic
 
 
 @on_gloo
+def test_it_goes_on_with_the_mu_that_was_saved(device: torch.device) -> None:
+    ranks = dist.get_world_size()
+    whole, resumed = AutomaticScaling(ranks, device), AutomaticScaling(ranks, device)
+    values = torch.linspace(0, 1, 64 * ranks, device=device)
+    reduce(whole, values)
+    whole.step()
+    resumed.load({name: each.clone() for name, each in whole.saved.items()})
+    assert torch.equal(reduce(resumed, values), reduce(whole, values))
+    for scaling in (resumed, whole):
+        scaling.step()
+    assert torch.equal(resumed.mu, whole.mu)
+
+
+@on_gloo
 def test_mu_grows_to_twice_its_value_in_1000_steps(device: torch.device) -> None:
     ranks = dist.get_world_size()
     scaling = AutomaticScaling(8, device)

@@ -9,7 +9,7 @@ A folder `step-<step>` holds
     optimizer/   the optimizer's states, as Colossal-AI's Booster saves them; with --save-codes instead
     moments/     the codes of moments in 8 bits, one file a rank
     masters/     FP32 master weights, one file a rank (empty under Gemini, DDP and FSDP)
-    random/      random states of torch and of Colossal-AI's dropouts, and amaxes that casts remember, one file a rank
+    random/      random states of torch and of Colossal-AI's dropouts, and what scaling remembers, one file a rank
     state.json   step, position in the data, options
 It appears when it is whole (`fp8booster.checkpoints`), so a kill leaves the former one as it was.
 """
@@ -48,6 +48,7 @@ from .options import PRECISIONS, TrainOptions
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from fp8booster.comm import AutomaticScaling
     from fp8booster.training.boosted import BoostedModel
 
 RUN_FILE = "run.json"
@@ -225,7 +226,7 @@ def save_checkpoint(
     with new_checkpoint(root, state.step, keep=state.options.keep, finite=finite) as folder:
         # options decide on all ranks alike, for a save gathers from each of them
         boosted.save(folder, codes=state.options.saves_codes(state.precision))
-        save_random_state(boosted.model, folder)
+        save_random_state(boosted, folder)
         if rank == 0:
             _save_config(config, folder / "model")
             shutil.copytree(tokenizer, folder / "model", dirs_exist_ok=True)
@@ -266,7 +267,7 @@ def load_checkpoint(
     boosted.load(checkpoint)
     # states of ranks cannot be divided among others
     if state.world_size == dist.get_world_size():
-        load_random_state(boosted.model, checkpoint)
+        load_random_state(boosted, checkpoint)
     dist.barrier()  # the run's folder may change after this: no rank reads it any more, and none has failed to
     return state
 
@@ -283,51 +284,62 @@ def _check_shapes(checkpoint: Path, here: dict[str, list[int]], tied: Collection
             )
 
 
-def save_random_state(model: nn.Module, folder: Path) -> None:
-    """Write `random/` of a checkpoint: this rank's random states, and what its layers remember of earlier steps.
+def save_random_state(boosted: BoostedModel, folder: Path) -> None:
+    """Write `random/` of a checkpoint: this rank's random states, and what scaling remembers of earlier steps.
 
     Every rank calls it, for dropout draws on each by itself.
     """
     (folder / "random").mkdir(exist_ok=True)
-    torch.save(_random_state(model), _random_file(folder))
+    torch.save(_random_state(boosted), _random_file(folder))
 
 
-def load_random_state(model: nn.Module, checkpoint: Path) -> None:
-    """Set this rank's random states, and what layers remember, to what `save_random_state` wrote on as many ranks.
+def load_random_state(boosted: BoostedModel, checkpoint: Path) -> None:
+    """Set this rank's random states, and what scaling remembers, to what `save_random_state` wrote on as many ranks.
 
     Raises:
         ValueError: the file holds no such state.
     """
     with faults_named():
         state = torch.load(_random_file(checkpoint), weights_only=True)
-    _set_random_state(state, model)
+    _set_random_state(state, boosted)
 
 
 def _random_file(checkpoint: Path) -> Path:
     return checkpoint / "random" / f"rank-{dist.get_rank():05d}.pt"
 
 
-def _random_state(model: nn.Module) -> dict[str, Any]:
+def _random_state(boosted: BoostedModel) -> dict[str, Any]:
     state = {
         "torch": torch.get_rng_state(),
-        "dropouts": {name: dropout.device_rng_state for name, dropout in _dropouts(model).items()},
-        "amaxes": remembered_amaxes(model),
+        "dropouts": {name: dropout.device_rng_state for name, dropout in _dropouts(boosted.model).items()},
+        "amaxes": remembered_amaxes(boosted.model),
     }
+    if (scaling := _gradient_scaling(boosted)) is not None:
+        state["gradient scaling"] = scaling.saved
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
 
-def _set_random_state(state: dict[str, Any], model: nn.Module) -> None:
+def _set_random_state(state: dict[str, Any], boosted: BoostedModel) -> None:
     if not isinstance(state, dict) or not isinstance(state.get("torch"), torch.Tensor):
         raise ValueError(f"A file in random/ of the checkpoint holds no random state; {COPY_AGAIN}.")
     torch.set_rng_state(state["torch"])
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
-    dropouts = _dropouts(model)
+    dropouts = _dropouts(boosted.model)
     for name, value in state.get("dropouts", {}).items():
         dropouts[name].device_rng_state = value
-    remember_amaxes(model, state.get("amaxes", {}))
+    remember_amaxes(boosted.model, state.get("amaxes", {}))
+    scaling = _gradient_scaling(boosted)
+    # a checkpoint of an older version, or of a run with another encoding, has none
+    if scaling is not None and "gradient scaling" in state:
+        scaling.load(state["gradient scaling"])
+
+
+def _gradient_scaling(boosted: BoostedModel) -> AutomaticScaling | None:
+    """Return what ZeRO's gradients are scaled by, where that depends on earlier steps."""
+    return getattr(boosted.optimizer, "automatic_scaling", None)
 
 
 def _dropouts(model: nn.Module) -> dict[str, Any]:

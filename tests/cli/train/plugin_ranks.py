@@ -38,8 +38,9 @@ MODES: dict[str, dict[str, Any]] = {
 REMEMBERING: dict[str, dict[str, Any]] = {
     "low_level_zero, delayed": {"batch": 2, "fp8_options": ("scaling=delayed", "always=true")},
     "low_level_zero, smooth": {"batch": 2, "fp8_options": ("scaling=smooth-swiglu", "always=true")},
+    "low_level_zero, automatic": {"batch": 2, "fp8_options": ("messages.automatic_scaling=true",)},
 }
-"""Where casts remember amaxes."""
+"""Where scaling remembers earlier steps."""
 
 SHORT: dict[str, dict[str, Any]] = {
     "low_level_zero, packed": {"batch": 2, "packing": True},

@@ -179,10 +179,11 @@ def test_packed_documents_are_kept_apart_in_both_precisions(found) -> None:
 
 
 @pytest.mark.parametrize("name", REMEMBERING)
-def test_amaxes_that_casts_remember_are_saved(found, name) -> None:
+def test_what_scaling_remembers_is_saved(found, name) -> None:
     checkpoint = Path(run_of(found, name, "fp8")["folder"], "checkpoints", f"step-{SAVED:08d}")
     for rank in range(2):
-        assert torch.load(checkpoint / "random" / f"rank-{rank:05d}.pt", weights_only=True)["amaxes"]
+        state = torch.load(checkpoint / "random" / f"rank-{rank:05d}.pt", weights_only=True)
+        assert state["amaxes"] or state["gradient scaling"]["mu"] != 1 / 2  # with which a run begins
 
 
 def test_saved_codes_take_a_quarter_of_saved_states(found) -> None:
