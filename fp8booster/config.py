@@ -72,8 +72,9 @@ class WeightCopies:
 
     transposes: bool | None = None
     """Keep the transpose of each FP8 weight, which backward reads. False makes it in backward, at each micro-batch: one
-    byte a value less for a pass over the FP8 weights. Nothing changes where an engine keeps none anyway (Gemini, FSDP),
-    nor for GPT-2's Conv1D under ZeRO. Rowwise scales need the transposes, which have scales of their own."""
+    byte a value less for a pass over the FP8 weights. Nothing changes where an engine keeps none anyway (FSDP, and
+    Gemini but for frozen weights), nor for GPT-2's Conv1D under ZeRO. Rowwise scales need the transposes, which have
+    scales of their own."""
 
     def __post_init__(self) -> None:
         require_one_of(self, "high_precision", (None, True, False))

@@ -6,8 +6,7 @@ import difflib
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from operator import attrgetter
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -28,6 +27,7 @@ from fp8booster.colossal.zero.lone_save import saved_by_every_rank
 from fp8booster.comm import Encoding
 from fp8booster.comm.threshold import use_links
 from fp8booster.config import FP8Config, config_or_default
+from fp8booster.engine import Engine
 from fp8booster.kernels.device import require_fp8
 from fp8booster.nn import convert_to_fp8, report
 from fp8booster.nn.fused import fuse_blocks, fused_summary, use_fused_loss
@@ -43,30 +43,6 @@ _WIDER_TYPES: Mapping[str, Any] = {
     **dict.fromkeys(("bucket_cap_mb", "ddp_bucket_cap_mb", "search_range_m"), float | None),
 }
 """Types of arguments that Colossal-AI takes, where its annotations say int: a size of 2^20 may be a fraction of it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Engine:
-    """The limits of the engine behind a plugin, found once, when the plugin is made.
-
-    A sentence is the reason why an option has no effect, and what to do; None: it has its effect.
-    """
-
-    high_precision_weights: str | None
-    automatic_scaling: str | None = None
-    gradient_accumulation: str | None = (
-        "this plugin's gradients add up as they are; use LowLevelZeroPlugin, or leave the option out"
-    )
-    cuda_graphs: str | None = None
-
-    update_in_backward: str | None = "this plugin updates when all gradients are reduced; use LowLevelZeroPlugin"
-    """An option of the optimizer, which is refused."""
-
-    in_buffers: bool = False
-    """Trainable parameters lie one after the other in buffers, of which each rank has a part."""
-
-    sparse_gradients: bool = False
-    """Sparse gradients are reduced."""
 
 
 class FP8Plugin(Plugin):
@@ -153,23 +129,12 @@ class FP8Plugin(Plugin):
     def _find_no_effect(self) -> list[str]:
         if not self.use_fp8:
             return ["fp8_config has no effect: use_fp8 is off; give use_fp8=True, or leave fp8_config out"]
-        config, engine, plain = self.fp8_config, self.engine, None
-        if not self.sends_fp8:
-            plain = "gradients are sent uncompressed without fp8_communication; turn it on, or leave the option out"
-        accumulation = config.gradient_accumulation
-        automatic = config.messages is not None and config.messages.automatic_scaling
-        options = (
-            ("weight_copies.high_precision", False, engine.high_precision_weights),
-            ("messages", config.messages, plain if config.messages not in (None, Encoding()) else None),
-            ("messages.automatic_scaling", True, None if plain or not automatic else engine.automatic_scaling),
-            ("cuda_graphs", True, engine.cuda_graphs),
-            ("gradient_accumulation", accumulation, None if accumulation == "32-bit" else engine.gradient_accumulation),
-        )
-        return [
-            f"fp8_config.{name}={value!r} has no effect: {reason}"
-            for name, value, reason in options
-            if reason is not None and attrgetter(name)(config) == value
-        ]
+        messages = None
+        if self.fp8_config.messages is None and self.sends_fp8:
+            messages = "fp8_communication is on, and all is sent in FP8; leave one of the two out"
+        elif self.fp8_config.messages is not None and not self.sends_fp8:
+            messages = "gradients are sent uncompressed without fp8_communication; turn it on, or leave the option out"
+        return replace(self.engine, messages=messages).no_effect(self.fp8_config, "fp8_config")
 
     @property
     def encoding(self) -> Encoding:

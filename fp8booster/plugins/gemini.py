@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 from fp8booster.colossal.gemini.model import FP8GeminiDDP, GatheringGeminiDDP
 from fp8booster.colossal.gemini.optimizer import FP8GeminiOptimizer
 from fp8booster.colossal.sharding import require_sharding
+from fp8booster.engine import BY_BLOCK, Engine
 from fp8booster.optim import HybridAdam
-from fp8booster.plugins.fp8_plugin import Engine, FP8Plugin
+from fp8booster.plugins.fp8_plugin import FP8Plugin
 
 
 class GeminiPlugin(FP8Plugin, plugin.GeminiPlugin):
@@ -51,11 +52,12 @@ class GeminiPlugin(FP8Plugin, plugin.GeminiPlugin):
 
     def find_engine(self, arguments: Mapping[str, Any]) -> Engine:
         alone = "Gemini's chunks hold the weights of FP8 layers in FP8 alone by themselves; leave the option out"
-        plain = "without fp8_communication chunks hold weights in 16 bits; turn it on, and they hold FP8 alone"
-        by_block = "Gemini's gradients are scaled by block"
+        plain = "without fp8_communication chunks hold weights in 16 bits; turn it on for FP8 alone, or leave it out"
         return Engine(
             high_precision_weights=alone if self.sends_fp8 else plain,
-            automatic_scaling=by_block,
+            # a rank holds frozen weights whole, outside chunks, and their FP8 copies stay
+            transposes="Gemini keeps no transposes of weights that train; leave the option out, unless some are frozen",
+            automatic_scaling=f"Gemini's {BY_BLOCK}",
             cuda_graphs="Gemini moves weights from chunk to chunk; use LowLevelZeroPlugin, or leave the option out",
             in_buffers=True,
         )

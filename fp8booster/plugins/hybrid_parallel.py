@@ -27,8 +27,9 @@ from fp8booster.colossal.zero.late_weights import make_parameters_plain, wait_be
 from fp8booster.colossal.zero.optimizer import FP8ZeroOptimizer, zero_part_of
 from fp8booster.comm.ddp import BUCKET_MB
 from fp8booster.config import FP8Config
+from fp8booster.engine import Engine
 from fp8booster.nn.saves import refuse_saves
-from fp8booster.plugins.fp8_plugin import Engine, FP8Plugin, zero_engine
+from fp8booster.plugins.fp8_plugin import FP8Plugin, zero_engine
 
 
 class HybridParallelPlugin(FP8Plugin, plugin.HybridParallelPlugin):
@@ -62,20 +63,21 @@ class HybridParallelPlugin(FP8Plugin, plugin.HybridParallelPlugin):
     def find_engine(self, arguments: Mapping[str, Any]) -> Engine:
         with_zero = self.zero_stage > 0
         mode = self.shard_config.sequence_parallelism_mode if self.enable_sequence_parallelism else None
-        graphs = accumulation = None
+        graphs = accumulation = scaling = None
         if mode not in (None, "split_gather", "all_to_all"):
             graphs = (
                 f'sequence_parallelism_mode="{mode}" sends piece by piece; use "split_gather", or leave the option out'
             )
         if not with_zero:
             accumulation = "gradients add up whole without ZeRO; give zero_stage=1 or 2, or leave the option out"
+            scaling = "without ZeRO, gradients are scaled by block; give zero_stage=1 or 2, or leave the option out"
         elif self.pp_size > 1:  # its schedule reduces once for all micro-batches
             accumulation = "a pipeline adds the gradients of its micro-batches up whole; leave the option out"
         return zero_engine(
             self,
             {"zero_stage=1 or 2": with_zero},
             gradient_accumulation=accumulation,
-            automatic_scaling=None if with_zero else "without ZeRO, gradients are scaled by block",
+            automatic_scaling=scaling,
             cuda_graphs=graphs,
             in_buffers=with_zero,
         )

@@ -13,7 +13,8 @@ from fp8booster.colossal.zero.gradient_order import keep_one_order
 from fp8booster.colossal.zero.late_weights import wait_before_forward
 from fp8booster.colossal.zero.model import FP8ZeroModel
 from fp8booster.colossal.zero.optimizer import FP8ZeroOptimizer, zero_part_of
-from fp8booster.plugins.fp8_plugin import Engine, FP8Plugin, zero_engine
+from fp8booster.engine import Engine
+from fp8booster.plugins.fp8_plugin import FP8Plugin, zero_engine
 
 
 class LowLevelZeroPlugin(FP8Plugin, plugin.LowLevelZeroPlugin):

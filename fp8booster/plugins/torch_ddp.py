@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from colossalai.booster import plugin
@@ -10,7 +11,8 @@ from colossalai.interface import ModelWrapper, OptimizerWrapper
 
 from fp8booster.comm import DDPState, ddp_hook
 from fp8booster.comm.ddp import BUCKET_MB
-from fp8booster.plugins.fp8_plugin import Engine, FP8Plugin
+from fp8booster.engine import DDP, Engine
+from fp8booster.plugins.fp8_plugin import FP8Plugin
 
 
 class TorchDDPPlugin(FP8Plugin, plugin.TorchDDPPlugin):
@@ -25,12 +27,8 @@ class TorchDDPPlugin(FP8Plugin, plugin.TorchDDPPlugin):
     fp8_defaults: ClassVar = {"bucket_cap_mb": BUCKET_MB}
 
     def find_engine(self, arguments: Mapping[str, Any]) -> Engine:
-        return Engine(
-            high_precision_weights="DDP sends no weights, and trains those of the model; use LowLevelZeroPlugin, or "
-            "leave it out",
-            automatic_scaling="DDP's gradients are scaled by block",
-            sparse_gradients=not self.sends_fp8,  # FP8's hook has none, and PyTorch's reduction does
-        )
+        # FP8's hook has none, and PyTorch's reduction does
+        return replace(DDP, sparse_gradients=not self.sends_fp8)
 
     def extend(self, model: ModelWrapper, optimizer: OptimizerWrapper | None) -> str:
         """Reduce gradients in FP8."""

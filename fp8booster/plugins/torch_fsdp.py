@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
+from fp8booster.engine import FSDP, Engine
 from fp8booster.nn.fsdp.handle import compress_flat_fsdp, why_not_gathered
 from fp8booster.nn.linear.frozen import FrozenLayer
-from fp8booster.plugins.fp8_plugin import Engine, FP8Plugin
+from fp8booster.plugins.fp8_plugin import FP8Plugin
 
 
 class TorchFSDPPlugin(FP8Plugin, plugin.TorchFSDPPlugin):
@@ -32,12 +34,9 @@ class TorchFSDPPlugin(FP8Plugin, plugin.TorchFSDPPlugin):
     native = plugin.TorchFSDPPlugin
 
     def find_engine(self, arguments: Mapping[str, Any]) -> Engine:
-        by_block = "FSDP's gradients are scaled by block"
-        return Engine(
-            high_precision_weights="FSDP frees by itself what it gathers; leave the option out",
-            automatic_scaling=by_block,
-            cuda_graphs="FSDP gathers weights elsewhere at each step; use LowLevelZeroPlugin, or leave the option out",
-        )
+        # into other memory than FSDP2, which can keep it
+        elsewhere = "FSDP gathers weights elsewhere at each step; use LowLevelZeroPlugin, or leave the option out"
+        return replace(FSDP, cuda_graphs=elsewhere)
 
     def convert(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
         """Convert, and leave all that does not train out of what FSDP shards, where weights are kept in FP8 alone.

@@ -69,6 +69,64 @@ def test_weights_in_fp8_alone_are_warned_of_where_that_changes_nothing(case: tup
     assert not warnings_of(case[0], use_fp8=True, fp8_config=FP8Config(), **arguments)
 
 
+COPIES: dict[str, dict[str, str]] = {
+    "LowLevelZeroPlugin": {},
+    "GeminiPlugin": {
+        "high_precision": "in FP8 alone by themselves; leave the option out",
+        "transposes": "keeps no transposes of weights that train; leave the option out, unless some are frozen",
+    },
+    "TorchDDPPlugin": {"high_precision": "trains those of the model"},
+    "TorchFSDPPlugin": {"high_precision": "FSDP frees by itself", "transposes": "FSDP's layers keep no transposes"},
+}
+"""By plugin and kind of copies that it keeps, or does not, whatever it is asked: what it says of that."""
+
+
+@ranks(2)
+@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize("plugin", COPIES)
+def test_a_choice_of_copies_that_a_plugin_does_not_have_is_warned_of(plugin: str, asked: bool) -> None:
+    for copies in ("high_precision", "transposes"):
+        config = FP8Config(weight_copies=WeightCopies(**{copies: asked}))
+        warnings = warnings_of(plugin, use_fp8=True, fp8_config=config)
+        assert len(warnings) == (copies in COPIES[plugin]), warnings
+        if warnings:
+            assert warnings[0].startswith(f"fp8_config.weight_copies.{copies}={asked} has no effect: ")
+            assert COPIES[plugin][copies] in warnings[0]
+
+
+@ranks(2)
+def test_each_option_without_effect_is_named_once() -> None:
+    config = FP8Config(
+        weight_copies=WeightCopies(high_precision=True, transposes=True),
+        messages=Encoding(automatic_scaling=True),
+        cuda_graphs=True,
+        gradient_accumulation="16-bit",
+    )
+    names = ["weight_copies.high_precision", "weight_copies.transposes", "messages.automatic_scaling"]
+    others = ["cuda_graphs", "gradient_accumulation"]
+    for arguments, said in (({}, [*names, *others]), (IN_16_BITS, [*names[:2], "messages", *others])):
+        warnings = warnings_of("GeminiPlugin", use_fp8=True, fp8_config=config, **arguments)
+        assert [line.split("=")[0] for line in warnings] == [f"fp8_config.{name}" for name in said]
+
+
+@ranks(2)
+def test_graphs_that_are_not_wanted_are_not_made_and_that_is_no_warning() -> None:
+    for plugin in ("GeminiPlugin", "TorchFSDPPlugin"):
+        assert not warnings_of(plugin, use_fp8=True, fp8_config=FP8Config(cuda_graphs=False))
+
+
+@ranks(2)
+def test_messages_that_are_sent_in_fp8_all_the_same_are_warned_of() -> None:
+    config = FP8Config(messages=None)
+    (warning,) = warnings_of("TorchDDPPlugin", use_fp8=True, fp8_communication=True, fp8_config=config)
+    assert warning == (
+        "fp8_config.messages=None has no effect: fp8_communication is on, and all is sent in FP8; leave one of the two "
+        "out"
+    )
+    for arguments in ({}, IN_16_BITS):
+        assert not warnings_of("TorchDDPPlugin", use_fp8=True, fp8_config=config, **arguments)
+
+
 @ranks(2)
 def test_rowwise_weights_are_gathered_in_16_bits_and_that_is_said() -> None:
     config = FP8Config(weight_copies=WeightCopies(high_precision=False), scaling="rowwise")
