@@ -16,6 +16,7 @@ from fp8booster.comm import DDPState, average_in_fp8
 from fp8booster.comm.ddp import BUCKET_MB
 from fp8booster.comm.threshold import use_links
 from fp8booster.config import FP8Config, config_or_default
+from fp8booster.engine import DDP, FSDP
 from fp8booster.hf.sharding import follow_sharding, name_units, why_not_sharded
 from fp8booster.kernels.device import require_fp8
 from fp8booster.nn import convert_to_fp8, report
@@ -49,7 +50,8 @@ def prepare(
 
     Args:
         model: any module; transformers' language models, with peft's adapters or without, are fused too.
-        config: which layers, and how; None is `FP8Config()`. `messages=None` leaves gradients as they are.
+        config: which layers, and how; None is `FP8Config()`. `messages=None` leaves gradients as they are. A warning
+            names each option that has no effect here, such as `gradient_accumulation`, which is ZeRO's.
         accelerator: that the model is for. A model that lies on one device is moved to the accelerator's; FSDP2 does so
             itself. DDP's gradients are sent in buckets of 64 MiB, unless the accelerator was given
             `DistributedDataParallelKwargs`. None: the model is on the device that it trains on, and whoever wraps it
@@ -93,6 +95,7 @@ def convert(
     plugin = None if state is None else _sharding_of(state, model)
     if state is not None:
         _warn_of_lone_ranks(state)
+    (DDP if plugin is None else FSDP).warn_of(config, stacklevel=3)
     device = next((each.device for each in model.parameters()), torch.device("cpu")) if state is None else state.device
     require_fp8(device, config.emulate, config.granularity)
     if state is not None and plugin is None and getattr(model, "hf_device_map", None) is None:

@@ -22,6 +22,7 @@ from fp8booster.comm.encoding import Encoding
 from fp8booster.comm.fsdp import compress_fsdp, fsdp_units
 from fp8booster.comm.threshold import use_links
 from fp8booster.config import FP8Config, config_or_default
+from fp8booster.engine import DDP, FSDP, Engine
 from fp8booster.nn.convert import convert_to_fp8
 from fp8booster.nn.fsdp.bookkeeping import MovingFSDPParam
 from fp8booster.nn.fsdp.earlier_optimizers import note_replaced
@@ -56,9 +57,10 @@ def fully_shard(
 
     Args:
         model: converted and fused already, or not; on any device, meta too.
-        config: of the FP8 layers; None keeps that of a converted model, and else is `FP8Config()`. With `messages=None`
-            weights and gradients are sent in 16 bits. Where `cuda_graphs` makes CUDA graphs of decoder layers, memory
-            for the FP8 weights of two stays, where those of all layers are gathered by turns.
+        config: of the FP8 layers; None keeps that of a converted model, and else is `FP8Config()`. A warning names each
+            option that has no effect here. With `messages=None` weights and gradients are sent in 16 bits. Where
+            `cuda_graphs` makes CUDA graphs of decoder layers, memory for the FP8 weights of two stays, where those of
+            all layers are gathered by turns.
         mesh: of one dimension, or of two, (replicas, shards); None: all ranks.
         units: modules that are gathered at once, the inner ones first; None: the members of each list of layers.
         reshard_after_forward: as torch's. With a number, which spreads weights over fewer ranks after forward, weights
@@ -70,12 +72,11 @@ def fully_shard(
         The model.
 
     Raises:
-        ValueError: the model, or a module of it, is sharded, wrapped or compiled already, or the configuration asks for
-            what is not here, such as `automatic_scaling` of messages.
+        ValueError: the model, or a module of it, is sharded, wrapped or compiled already.
         TypeError: the model or a unit is no module, or the configuration no FP8Config.
     """
     given = None if units is None else _modules_of(units)
-    config = _prepared(model, config, "fully_shard")
+    config = _prepared(model, config, "fully_shard", FSDP)
     if config.fused:
         fuse_model(model)
     capture_as_configured(model, config)
@@ -144,8 +145,8 @@ def data_parallel(
 
     Args:
         model: converted and fused already, or not, on the device where it trains.
-        config: of the FP8 layers; None keeps that of a converted model, and else is `FP8Config()`. With `messages=None`
-            gradients are sent in their precision.
+        config: of the FP8 layers; None keeps that of a converted model, and else is `FP8Config()`. A warning names each
+            option that has no effect here. With `messages=None` gradients are sent in their precision.
         process_group: the ranks that average gradients; None: all.
         options: of DistributedDataParallel; `bucket_cap_mb` is 64 unless given, for larger messages gain more.
 
@@ -156,7 +157,7 @@ def data_parallel(
         ValueError: the model, or a module of it, is sharded, wrapped or compiled already.
         TypeError: the model is no module, or the configuration no FP8Config.
     """
-    config = _prepared(model, config, "data_parallel")
+    config = _prepared(model, config, "data_parallel", DDP)
     # before the wrapper, which looks at parameters when it is made
     if config.fused:
         fuse_model(model)
@@ -176,7 +177,7 @@ def _modules_of(units: Iterable[nn.Module]) -> list[nn.Module]:
     return given
 
 
-def _prepared(model: nn.Module, config: FP8Config | None, function: str) -> FP8Config:
+def _prepared(model: nn.Module, config: FP8Config | None, function: str, engine: Engine) -> FP8Config:
     """Convert a model that nothing has sharded yet, and return the configuration of its layers."""
     require_module(model)
     for module in model.modules():
@@ -197,12 +198,13 @@ def _prepared(model: nn.Module, config: FP8Config | None, function: str) -> FP8C
             "give a model that is not split over ranks"
         )
     held = next((module.fp8_config for module in model.modules() if isinstance(module, FP8Layer)), None)
-    config = held if config is None and held is not None else config_or_default(config)
-    if config.messages is not None and config.messages.automatic_scaling:
-        raise ValueError(
-            "gradients of FSDP2 and DDP are scaled by block; leave automatic_scaling out of messages, or take "
-            "LowLevelZeroPlugin"
-        )
+    if config is None and held is not None:
+        config = held
+        # nobody need have asked for no transposes: a large model is converted so
+        engine.warn_of(replace(held, weight_copies=replace(held.weight_copies, transposes=None)), stacklevel=3)
+    else:
+        config = config_or_default(config)
+        engine.warn_of(config, stacklevel=3)
     if config is not held:
         convert_to_fp8(model, config)
     if config.messages is not None:

@@ -20,7 +20,7 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from torch import nn
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
-from fp8booster import FP8Config, FP8Linear, convert_to_fp8, fuse, quantize
+from fp8booster import Encoding, FP8Config, FP8Linear, WeightCopies, convert_to_fp8, fuse, quantize
 from fp8booster.hf import FP8Callback, prepare
 from fp8booster.hf.sharding import name_units
 from fp8booster.nn.fused import fused_summary, use_fused_loss, use_native_loss
@@ -119,6 +119,41 @@ def test_weights_frozen_in_fp8_are_not_sharded() -> None:
     state = SimpleNamespace(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin, mixed_precision="bf16")
     with pytest.raises(ValueError, match=r"whole on each rank under FSDP2, .*; train adapters on them with DDP"):
         prepare(quantize(tiny_llama(), ALWAYS), accelerator=SimpleNamespace(ddp_handler=None, state=state))
+
+
+def warned_of(model: nn.Module, **how: Any) -> list[str]:
+    """Return the options that `prepare` says have no effect."""
+    config = replace(
+        ALWAYS,
+        messages=Encoding(automatic_scaling=True),
+        gradient_accumulation="8-bit",
+        weight_copies=WeightCopies(high_precision=False, transposes=False),
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        prepare(model, config, **how)
+        prepare(tiny_llama(), ALWAYS)
+    told = [each for each in caught if " has no effect: " in str(each.message)]
+    assert all(each.filename == __file__ for each in told)
+    return [str(each.message).split("=")[0].removeprefix("config.") for each in told]
+
+
+def test_options_without_effect_are_warned_of() -> None:
+    ddp = ["weight_copies.high_precision", "messages.automatic_scaling", "gradient_accumulation"]
+    assert warned_of(tiny_llama().bfloat16()) == ddp
+    plugin = SimpleNamespace(
+        fsdp_version=2, transformer_cls_names_to_wrap=None, set_auto_wrap_policy=lambda model: None
+    )
+    state = SimpleNamespace(
+        distributed_type=DistributedType.FSDP, fsdp_plugin=plugin, mixed_precision="bf16", device=torch.device("cpu")
+    )
+    accelerator = SimpleNamespace(ddp_handler=None, state=state)
+    assert warned_of(tiny_llama(), accelerator=accelerator) == [ddp[0], "weight_copies.transposes", *ddp[1:]]
+
+
+def test_a_callback_warns_of_options_without_effect(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"config\.gradient_accumulation='8-bit' has no effect: .*LowLevelZeroPlugin"):
+        trainer(tmp_path, tiny_llama(), FP8Callback(replace(ALWAYS, gradient_accumulation="8-bit")))
 
 
 def units_of(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> list[nn.Module]:

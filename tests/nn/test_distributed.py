@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,7 +19,18 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as shard_by_torch
 from torch.nn.parallel import DistributedDataParallel
 
-from fp8booster import Encoding, FP8Config, comm, convert_to_fp8, data_parallel, fully_shard, fuse, quantize, report
+from fp8booster import (
+    Encoding,
+    FP8Config,
+    WeightCopies,
+    comm,
+    convert_to_fp8,
+    data_parallel,
+    fully_shard,
+    fuse,
+    quantize,
+    report,
+)
 from fp8booster.nn import distributed
 from fp8booster.nn.fsdp.bookkeeping import FP8FSDPParam
 from fp8booster.nn.fsdp.units import params_of
@@ -289,11 +302,27 @@ def orders() -> dict[str, Any]:
         "by torch": outcome(lambda: fully_shard(by_torch)),
         "DDP": outcome(lambda: fully_shard(DistributedDataParallel(build()))),
         "compiled": outcome(lambda: data_parallel(compiled)),
-        "scaling": outcome(lambda: fully_shard(build(), FP8Config(messages=Encoding(automatic_scaling=True)))),
+        "no effect": [warnings_of(given, way) for given in (True, False) for way in (fully_shard, data_parallel)],
         "no module": outcome(lambda: fully_shard("llama")),
         "optimizer": outcome(earlier_optimizer),
         "units": [outcome(partial(fully_shard, build(), units=given)) for given in ([nn.Linear], nn.Linear, ["model"])],
     }
+
+
+def warnings_of(given: bool, way: Callable[..., nn.Module]) -> tuple[list[str], list[bool]]:
+    """Return which options of a configuration are warned of, and where: one that is given, or a converted model has."""
+    config = FP8Config(
+        messages=Encoding(automatic_scaling=True),
+        weight_copies=WeightCopies(high_precision=True, transposes=False),
+        gradient_accumulation="8-bit",
+        cuda_graphs=True,
+    )
+    model = build() if given else convert_to_fp8(build(), config)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        way(model, config if given else None)
+    told = [each for each in caught if " has no effect: " in str(each.message)]
+    return [str(each.message).split("=")[0] for each in told], [each.filename == __file__ for each in told]
 
 
 def earlier_optimizer() -> None:
@@ -487,10 +516,24 @@ def test_calls_in_another_order_serve_or_are_refused_with_a_sentence(ranks: list
         assert "sharded by fully_shard already; give it to fp8booster.fully_shard as it was before" in found["twice"]
         assert "in DistributedDataParallel already; give the one inside" in found["DDP"]
         assert "compile what fp8booster.data_parallel returns" in found["compiled"]
-        assert "leave automatic_scaling out of messages" in found["scaling"]
         assert "give an nn.Module" in found["no module"]
         assert "was made before fully_shard" in found["optimizer"]
         assert all("give modules of the model, as list(model.model.layers)" in each for each in found["units"])
+
+
+def test_options_without_effect_are_warned_of(ranks: list[dict[str, Any]]) -> None:
+    high_precision, transposes = "config.weight_copies.high_precision", "config.weight_copies.transposes"
+    others = ["config.messages.automatic_scaling", "config.gradient_accumulation"]
+    expected = [
+        [high_precision, transposes, *others],  # FSDP2's layers keep none
+        [high_precision, *others],
+        [high_precision, *others],  # a large model is converted so, whether its user asked for it or not
+        [high_precision, *others],
+    ]
+    for rank in ranks:
+        found = rank["orders"]["no effect"]
+        assert [names for names, _ in found] == expected
+        assert all(all(here) for _, here in found)
 
 
 @pytest.mark.parametrize("name", [*INSTALLED, "frozen"])
