@@ -94,25 +94,40 @@ def average_in_fp8(model: nn.Module, state: DDPState | None = None) -> None:
         model: not wrapped yet.
         state: settings, or None for the defaults.
     """
-    for hook in model._forward_pre_hooks.values():
-        if isinstance(hook, _HookAtForward):
-            hook.state = state
-            return
     at_forward(model, _HookAtForward(state))
 
 
-def at_forward(model: nn.Module, hook: Callable[[nn.Module, object], None]) -> None:
+class AtForward:
+    """Finds at a forward in what a library has wrapped the model. A class, for a model that is pickled."""
+
+    def __call__(self, model: nn.Module, given: object, /) -> None:
+        """Look; do nothing once it has done what it is for.
+
+        Args:
+            model: the model or a part of it.
+            given: to its forward.
+        """
+        raise NotImplementedError
+
+
+def at_forward(model: nn.Module, hook: AtForward | None) -> None:
     """Call a hook before a model's forward, and before those of its parts: peft calls a model past its hooks.
 
     Args:
-        hook: is given the model or a part, and does nothing once it has done what it is for.
+        model: not wrapped yet. Hooks of earlier calls are taken away, also those of a model inside.
+        hook: None: the model is to have none.
     """
-    for module in (model, *(part for part in model.children() if any(True for _ in part.children()))):
-        module.register_forward_pre_hook(hook)
+    for module in model.modules():
+        for number, each in list(module._forward_pre_hooks.items()):
+            if isinstance(each, AtForward):
+                del module._forward_pre_hooks[number]
+    if hook is not None:
+        for module in (model, *(part for part in model.children() if any(True for _ in part.children()))):
+            module.register_forward_pre_hook(hook)
 
 
-class _HookAtForward:
-    """Registers the hook with the wrapper in which a model runs. A class, for a model that is pickled."""
+class _HookAtForward(AtForward):
+    """Registers the hook with the wrapper in which a model runs."""
 
     def __init__(self, state: DDPState | None) -> None:
         self.state = state

@@ -13,14 +13,14 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from fp8booster.comm import DDPState, average_in_fp8
-from fp8booster.comm.ddp import BUCKET_MB
+from fp8booster.comm.ddp import BUCKET_MB, at_forward
 from fp8booster.comm.threshold import use_links
 from fp8booster.config import FP8Config, config_or_default
 from fp8booster.engine import DDP, FSDP
 from fp8booster.hf.sharding import follow_sharding, name_units, why_not_sharded
 from fp8booster.kernels.device import require_fp8
 from fp8booster.nn import convert_to_fp8, report
-from fp8booster.nn.fused import fuse_model, fused_summary, use_fused_loss, use_native_loss
+from fp8booster.nn.fused import fuse_model, fused_summary, leave_unfused, use_fused_loss, use_native_loss
 from fp8booster.nn.graphs import capture_as_configured
 
 if TYPE_CHECKING:  # neither need be installed
@@ -47,6 +47,7 @@ def prepare(
     Call it when the model has its weights, before its optimizer is made and before `accelerator.prepare`. Parameters,
     their names and the state dict stay as they are, so `save_pretrained` writes what it would without FP8. The report
     of what was converted and fused is logged under "fp8booster.hf" (`fp8booster.report(model)` gives all of it).
+    Called again, before a library wraps the model, it applies the new arguments.
 
     Args:
         model: any module; transformers' language models, with peft's adapters or without, are fused too.
@@ -63,8 +64,9 @@ def prepare(
         The model.
 
     Raises:
-        ValueError: the model is wrapped already, its device has no FP8 products, no layer can compute in FP8, or the
-            accelerator trains in FP32, in FP8 of its own, or by DeepSpeed or FSDP1.
+        ValueError: the model is wrapped already, its device has no FP8 products, no layer can compute in FP8, the
+            accelerator trains in FP32, in FP8 of its own, or by DeepSpeed or FSDP1, or the configuration has
+            `fused=False` and the model was fused before.
         TypeError: the model is no module, or the configuration no FP8Config.
     """
     config = config_or_default(config)
@@ -98,11 +100,13 @@ def convert(
     (DDP if plugin is None else FSDP).warn_of(config, stacklevel=3)
     device = next((each.device for each in model.parameters()), torch.device("cpu")) if state is None else state.device
     require_fp8(device, config.emulate, config.granularity)
+    if not config.fused:
+        leave_unfused(model)
     if state is not None and plugin is None and getattr(model, "hf_device_map", None) is None:
         model.to(device)  # before it is fused, for then weights of merged products lie together
     convert_to_fp8(model, config)
     fused = ""
-    if config.fused and not inside:  # what accelerate has wrapped is fused
+    if config.fused:
         fuse_model(model)
     capture_as_configured(model, config)
     if config.fused:
@@ -117,6 +121,8 @@ def convert(
         follow_sharding(model, config.messages)
     elif config.messages is not None:
         average_in_fp8(model, DDPState(encoding=config.messages))
+    else:
+        at_forward(model, None)  # what an earlier call may have asked for
     thresholds = "" if config.messages is None else f"; sizes from which FP8 is sent: {use_links().source}"
     model.__dict__[_PREPARED] = True
     _log.info("%s%s%s", report(model).summary(), fused, thresholds)

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from fp8booster.comm import Encoding
-from fp8booster.comm.ddp import at_forward
+from fp8booster.comm.ddp import AtForward, at_forward
 from fp8booster.comm.fsdp import fsdp_units
 from fp8booster.nn.distributed import follow_fsdp2
 from fp8booster.nn.linear.frozen import FrozenLayer
@@ -65,8 +65,8 @@ def follow_sharding(model: nn.Module, messages: Encoding | None) -> None:
     at_forward(model, _AtForward(model, messages))
 
 
-class _AtForward:
-    """Finds at a forward that FSDP2 has sharded the model. A class, for a model that is pickled."""
+class _AtForward(AtForward):
+    """Finds at a forward that FSDP2 has sharded the model."""
 
     def __init__(self, model: nn.Module, messages: Encoding | None) -> None:
         self.model, self.messages = model, messages

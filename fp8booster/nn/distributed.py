@@ -28,7 +28,7 @@ from fp8booster.nn.fsdp.bookkeeping import MovingFSDPParam
 from fp8booster.nn.fsdp.earlier_optimizers import note_replaced
 from fp8booster.nn.fsdp.resharding import follow_units
 from fp8booster.nn.fsdp.units import gather_in_fp8, params_of, why_not_gathered
-from fp8booster.nn.fused import fuse_model
+from fp8booster.nn.fused import fuse_model, leave_unfused
 from fp8booster.nn.fused.decoder import FusedDecoderLayer
 from fp8booster.nn.graphs import capture_as_configured
 from fp8booster.nn.graphs.capture import CapturedLayer
@@ -72,7 +72,8 @@ def fully_shard(
         The model.
 
     Raises:
-        ValueError: the model, or a module of it, is sharded, wrapped or compiled already.
+        ValueError: the model, or a module of it, is sharded, wrapped or compiled already, or is fused and the
+            configuration given has `fused=False`.
         TypeError: the model or a unit is no module, or the configuration no FP8Config.
     """
     given = None if units is None else _modules_of(units)
@@ -154,7 +155,8 @@ def data_parallel(
         The model in DDP's wrapper.
 
     Raises:
-        ValueError: the model, or a module of it, is sharded, wrapped or compiled already.
+        ValueError: the model, or a module of it, is sharded, wrapped or compiled already, or is fused and the
+            configuration given has `fused=False`.
         TypeError: the model is no module, or the configuration no FP8Config.
     """
     config = _prepared(model, config, "data_parallel", DDP)
@@ -205,6 +207,8 @@ def _prepared(model: nn.Module, config: FP8Config | None, function: str, engine:
     else:
         config = config_or_default(config)
         engine.warn_of(config, stacklevel=3)
+        if not config.fused:
+            leave_unfused(model)
     if config is not held:
         convert_to_fp8(model, config)
     if config.messages is not None:

@@ -30,7 +30,7 @@ from fp8booster.config import FP8Config, config_or_default
 from fp8booster.engine import Engine
 from fp8booster.kernels.device import require_fp8
 from fp8booster.nn import convert_to_fp8, report
-from fp8booster.nn.fused import fuse_blocks, fused_summary, use_fused_loss
+from fp8booster.nn.fused import fuse_blocks, fused_summary, leave_unfused, use_fused_loss
 from fp8booster.nn.graphs import capture_as_configured
 from fp8booster.optim import AdamW
 from fp8booster.reading import first_of
@@ -170,8 +170,11 @@ class FP8Plugin(Plugin):
         else:
             require_fp8(get_accelerator().get_current_device(), self.fp8_config.emulate, self.fp8_config.granularity)
             # before anything changes, and on every rank: one that failed later would leave the others waiting
-            if optimizer is not None and not isinstance(model, ModelWrapper):
-                require_parameters(model, in_buffers=self.engine.in_buffers, sparse=self.engine.sparse_gradients)
+            if not isinstance(model, ModelWrapper):
+                if optimizer is not None:
+                    require_parameters(model, in_buffers=self.engine.in_buffers, sparse=self.engine.sparse_gradients)
+                if not self.fp8_config.fused:
+                    leave_unfused(model)
             model, optimizer = self.convert(model, optimizer)
             with temporarily(self, use_fp8=False):  # Colossal-AI would hook F.linear with its own FP8 product
                 boosted = super().configure(model, optimizer, *others)

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from fp8booster import comm
+from fp8booster.hf import prepare
+from tests.colossal.models import tiny_llama, token_batch
 from tests.distributed import ranks, shared_folder
 from tests.hf.ways import ALWAYS, LIBRARIES, run
 
 CLOSE = 0.01
+
+
+@ranks(2)
+def test_each_call_says_whether_gradients_are_sent_in_fp8() -> None:
+    model = prepare(tiny_llama().bfloat16(), ALWAYS)
+    for config in (replace(ALWAYS, messages=None), ALWAYS, replace(ALWAYS, messages=None)):
+        prepare(model, config)
+        comm.reset_statistics()
+        wrapped = DistributedDataParallel(model)
+        wrapped(input_ids=token_batch(0), labels=token_batch(0)).loss.backward()
+        assert (comm.statistics()["all_reduce"].calls > 0) == (config.messages is not None)
 
 
 @ranks(2)

@@ -5,6 +5,7 @@ accelerate shards on GPUs alone; here it is told that these CPUs are some.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from fp8booster import comm, report
+from fp8booster.hf import prepare
 from fp8booster.nn import FP8Layer
 from fp8booster.nn.fused.merged_layers import merged_layers
 from fp8booster.nn.weights.resharded import ReshardedWeight
+from tests.colossal.models import tiny_llama, token_batch
 from tests.distributed import ranks, shared_folder
 from tests.hf.ways import ALWAYS, LIBRARIES, SAVED, STEPS, run
 
@@ -79,3 +82,24 @@ def test_a_model_that_fsdp2_shards_trains_saves_and_resumes_in_fp8(way: str) -> 
     weights = {name: each.full_tensor() for name, each in ours.model.named_parameters()}
     loaded = AutoModelForCausalLM.from_pretrained(ours.last)
     assert all(torch.equal(weights[name], each) for name, each in loaded.named_parameters())
+
+
+@ranks(2)
+@pytest.mark.parametrize("sends", [True, False])
+def test_the_last_call_says_whether_weights_and_gradients_are_sent_in_fp8(sends: bool) -> None:
+    from accelerate import Accelerator
+
+    off = replace(ALWAYS, messages=None)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        shard_on_cpus(monkeypatch)
+        accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+        model = tiny_llama()
+        for config in (off, ALWAYS) if sends else (ALWAYS, off):
+            prepare(model, config, accelerator=accelerator)
+        model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        comm.reset_statistics()
+        accelerator.backward(model(input_ids=token_batch(0), labels=token_batch(0)).loss)
+    assert isinstance(next(model.parameters()), DTensor)
+    rows = comm.statistics().rows
+    assert ({"reduce_scatter_tensor", "parameter gather"} <= rows.keys()) == sends
+    assert sends or not rows

@@ -257,6 +257,39 @@ def test_layers_that_are_not_fused_are_captured_as_the_configuration_says() -> N
     assert not captured_layers(model)
 
 
+def test_a_second_call_without_fusing_is_refused_where_the_first_one_fused() -> None:
+    model = prepare(tiny_llama(), ALWAYS)
+    layers = [type(each) for each in model.modules()]
+    with pytest.raises(ValueError, match=r"fused=False, .* not undone; leave fused=False out, or make the model anew"):
+        prepare(model, replace(ALWAYS, fused=False))
+    assert [type(each) for each in model.modules()] == layers
+    prepare(model, ALWAYS)  # serves still
+    assert model(input_ids=token_batch(0), labels=token_batch(0)).logits is None
+
+
+def test_a_second_call_without_fusing_computes_the_loss_as_it_was() -> None:
+    model = prepare(tiny_llama(), replace(ALWAYS, fused=False))
+    assert use_fused_loss(model)
+    prepare(model, replace(ALWAYS, fused=False))
+    assert model(input_ids=token_batch(0), labels=token_batch(0)).logits is not None
+
+
+def test_a_second_trainer_fuses_where_the_first_did_not(tmp_path: Path) -> None:
+    model = tiny_llama()
+    trainer(tmp_path, model, FP8Callback(replace(ALWAYS, fused=False))).train()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert trainer(tmp_path, model).train().training_loss > 0
+    assert fused_summary(model).startswith("2 decoder layers fused, ")
+
+
+def test_a_second_trainer_of_smooth_swiglu_scales_by_channel_as_the_first(tmp_path: Path) -> None:
+    model = tiny_llama()
+    for _ in range(2):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        trainer(tmp_path, model, FP8Callback(replace(ALWAYS, scaling="smooth-swiglu"))).train()
+        assert all(layer.mlp.down_proj.fp8_casts.by_channel for layer in model.model.layers)
+
+
 def test_each_trainer_of_a_model_has_the_loss_that_it_asks_for(tmp_path: Path) -> None:
     model = tiny_llama()
     batch = {"input_ids": token_batch(0), "labels": token_batch(0)}

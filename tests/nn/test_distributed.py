@@ -302,11 +302,22 @@ def orders() -> dict[str, Any]:
         "by torch": outcome(lambda: fully_shard(by_torch)),
         "DDP": outcome(lambda: fully_shard(DistributedDataParallel(build()))),
         "compiled": outcome(lambda: data_parallel(compiled)),
+        "unfused": [
+            outcome(lambda way=way: way(fuse_first(), FP8Config(fused=False))) for way in (fully_shard, data_parallel)
+        ],
+        "fused by hand": losses_of(data_parallel(fuse_first(FP8Config(fused=False)))),
         "no effect": [warnings_of(given, way) for given in (True, False) for way in (fully_shard, data_parallel)],
         "no module": outcome(lambda: fully_shard("llama")),
         "optimizer": outcome(earlier_optimizer),
         "units": [outcome(partial(fully_shard, build(), units=given)) for given in ([nn.Linear], nn.Linear, ["model"])],
     }
+
+
+def fuse_first(config: FP8Config | None = None) -> nn.Module:
+    """Return a model that was converted and fused by hand."""
+    model = convert_to_fp8(build(), config)
+    fuse(model)
+    return model
 
 
 def warnings_of(given: bool, way: Callable[..., nn.Module]) -> tuple[list[str], list[bool]]:
@@ -516,6 +527,8 @@ def test_calls_in_another_order_serve_or_are_refused_with_a_sentence(ranks: list
         assert "sharded by fully_shard already; give it to fp8booster.fully_shard as it was before" in found["twice"]
         assert "in DistributedDataParallel already; give the one inside" in found["DDP"]
         assert "compile what fp8booster.data_parallel returns" in found["compiled"]
+        assert all("leave fused=False out, or make the model anew" in each for each in found["unfused"])
+        assert found["fused by hand"][-1] < found["fused by hand"][0]
         assert "give an nn.Module" in found["no module"]
         assert "was made before fully_shard" in found["optimizer"]
         assert all("give modules of the model, as list(model.model.layers)" in each for each in found["units"])

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fp8booster import FP8Config, FP8Linear, comm, convert_to_fp8
+from fp8booster import FP8Config, FP8Linear, comm, convert_to_fp8, fuse
 from fp8booster.comm import Encoding, ddp_hook
 from fp8booster.comm.links import ESTIMATED
 from fp8booster.monitor.traffic import count_traffic
@@ -218,6 +218,15 @@ def test_ddp_says_at_boost_what_is_in_fp8() -> None:
             "FP8: 14 of 15 linear layers (90 % of the weights of matrix products); "
             f"1 in FP32 (FP8Config.layers leaves it out); gradients are sent {wire}"
         ]
+
+
+@ranks(2)
+def test_ddp_refuses_to_leave_a_fused_model_unfused() -> None:
+    model = tiny_llama()
+    fuse(model)
+    with pytest.raises(ValueError, match=r"fused=False, .* not undone; leave fused=False out"):
+        boost(fp8(fp8_config=FP8Config(fused=False)), model)
+    assert not any(isinstance(each, FP8Linear) for each in model.modules())
 
 
 @ranks(2)

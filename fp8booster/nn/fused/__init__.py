@@ -11,6 +11,7 @@ from fp8booster.nn.fused.decoder import FusedDecoderLayer, ReplacedAttention, fu
 from fp8booster.nn.fused.families import FAMILIES
 from fp8booster.nn.fused.loss import linear_cross_entropy
 from fp8booster.nn.fused.merged_layers import merged_linears
+from fp8booster.nn.fused.part import Fused
 from fp8booster.nn.linear.layer import require_own_weights
 from fp8booster.nn.modules import require_module
 
@@ -18,6 +19,7 @@ __all__ = [
     "fuse_blocks",
     "fuse_model",
     "fused_summary",
+    "leave_unfused",
     "linear_cross_entropy",
     "use_fused_loss",
     "use_native_loss",
@@ -40,6 +42,20 @@ def fuse_model(model: nn.Module, replaced_attention: ReplacedAttention | None = 
     fuse_blocks(model, replaced_attention)
     use_fused_loss(model)
     return fused_summary(model)
+
+
+def leave_unfused(model: nn.Module) -> None:
+    """Let a model whose configuration has `fused=False` compute the loss as it was, where it was to be fused.
+
+    Raises:
+        ValueError: parts of decoder layers are fused: that is not undone, since their weights lie together by now.
+    """
+    if any(isinstance(module, (Fused, FusedDecoderLayer)) for module in model.modules()):
+        raise ValueError(
+            "the configuration has fused=False, and decoder layers of the model were fused before, which is not "
+            "undone; leave fused=False out, or make the model anew"
+        )
+    use_native_loss(model)
 
 
 def fused_summary(model: nn.Module) -> str:
