@@ -134,6 +134,8 @@ def _with_fp8(options: TrainOptions, *pairs: str) -> TrainOptions:
 
 
 def _no_copies(options: TrainOptions) -> TrainOptions:
+    if options.plugin == "fsdp":  # it keeps none
+        return options
     shared = options.plugin in ZERO_STAGES and options.parallel.zero_stage
     return _with_fp8(
         options, "weight_copies.transposes=false", *(["weight_copies.high_precision=false"] if shared else [])

@@ -188,6 +188,11 @@ def test_settings_that_the_user_gave_stay():
     assert not any("weights_in_16_bits" in pair for pair in _last_options(TrainOptions(plugin="ddp")))
 
 
+def test_copies_that_a_plugin_does_not_keep_are_not_left_out():
+    assert "+ no copies" in [each.name for each in configurations(TrainOptions(plugin="ddp"))]
+    assert "+ no copies" not in [each.name for each in configurations(TrainOptions(plugin="fsdp"))]
+
+
 def test_a_level_leaves_what_is_not_in_it_yet():
     found = configurations(TrainOptions(level="O2"))
     assert [each.name for each in found] == [
