@@ -20,6 +20,7 @@ from fp8booster.config import FP8Config
 from fp8booster.kernels.activation import RowWeights
 from fp8booster.kernels.device import require_fp8
 from fp8booster.kernels.expert_rows import owners_of
+from fp8booster.nn.experts.calls import Calls
 from fp8booster.nn.experts.dispatch import scale_gradient
 from fp8booster.nn.experts.fp8_rows import FP8Rows, read_of
 from fp8booster.nn.experts.host_copy import HostCopy
@@ -113,6 +114,7 @@ class FP8Experts(FP8Module):
 
     is_transposed: bool
     has_bias: bool
+    _fp8_calls: dict[bool, Calls]
 
     @classmethod
     def members_before(cls, original: type[nn.Module]) -> dict[str, Any]:
@@ -128,7 +130,7 @@ class FP8Experts(FP8Module):
 
     def revert(self) -> None:
         """Turn the module into what it was, in place."""
-        del (self.fp8_weights, self.fp8_casts, self._fp8_ran, self._fp8_reasons, self._weights_of_engines)
+        del (self.fp8_weights, self.fp8_casts, self._fp8_calls, self._weights_of_engines)
         change_class(self, self.original)
 
     @property
@@ -143,8 +145,7 @@ class FP8Experts(FP8Module):
     def _start_fp8(self, config: FP8Config) -> None:
         self.fp8_weights = {name: CachedWeight(self.is_transposed) for name in _names(self)}
         self.fp8_casts = {name: Casts.of_layer(config) for name in self.fp8_weights}
-        self._fp8_ran = False
-        self._fp8_reasons: dict[str, None] = {}
+        self._fp8_calls = Calls.by_mode()
         self._weights_of_engines = {name: ExpertWeight(self, name) for name in self.fp8_weights}
 
     @property
@@ -154,19 +155,23 @@ class FP8Experts(FP8Module):
     @property
     def has_run(self) -> bool:
         """Tell whether they were called, in FP8 or not."""
-        return self._fp8_ran or bool(self._fp8_reasons)
+        return any(calls.has_any for calls in self._fp8_calls.values())
 
     @property
     def in_fp8(self) -> bool:
-        """Tell whether FP8 products run, or have run for some calls, as far as is known."""
-        return self._fp8_ran or not self._fp8_reasons
+        """Tell whether FP8 products run, or have run for some calls, as far as known: in training, if there was any."""
+        return self._known_calls.ran or not self._known_calls.reasons
+
+    @property
+    def _known_calls(self) -> Calls:
+        return self._fp8_calls[self._fp8_calls[True].has_any]
 
     @property
     def why_eager(self) -> str | None:
-        """The reason why no graph can hold them, as where a call was not in FP8; None: one can."""
+        """The reason why no graph can hold them, as where a call in training was not in FP8; None: one can."""
         if sent_over(self) is not None:
             return EXCHANGED
-        return COUNTED if self._fp8_reasons else None
+        return COUNTED if self._fp8_calls[True].reasons else None
 
     def fp8_notes(self) -> str:
         """Return what the report says besides the precision."""
@@ -175,9 +180,11 @@ class FP8Experts(FP8Module):
             notes.append("emulated in FP32")
         if self.in_fp8:
             notes += self.fp8_weights[_DOWN].notes_of_scaling(self.fp8_casts[_DOWN])
-        if self._fp8_reasons:
-            calls = "not in FP8 for some calls: " if self._fp8_ran else ""
-            notes.append(calls + ", ".join(self._fp8_reasons))
+        training, evaluation = self._fp8_calls[True], self._fp8_calls[False]
+        if training.reasons:
+            notes.append(f"not in FP8 for some calls: {training.told}" if training.ran else str(training.told))
+        if evaluation.reasons:
+            notes.append(f"not in FP8 {'for some calls ' if evaluation.ran else ''}in evaluation: {evaluation.told}")
         return "; ".join(notes)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -194,7 +201,7 @@ class FP8Experts(FP8Module):
         """The same in FP8, or None where it is to be computed in high precision."""
         reason = self._why_not_called_so(args, kwargs)
         if reason is not None:
-            self._fp8_reasons[reason] = None
+            self._fp8_calls[self.training].note(reason)
             return None
         return self._in_grouped_products(*args) if self.runs_on(args[0], self._rows_of(args)) else None
 
@@ -236,12 +243,10 @@ class FP8Experts(FP8Module):
     def runs_on(self, tokens: torch.Tensor, rows: float | None) -> bool:
         """Tell whether so many rows in all, or any, made of tokens, are computed in FP8; the report says why not."""
         reason = self._why_not_now(tokens, rows)
-        if reason is not None:
-            self._fp8_reasons[reason] = None
-            return False
-        require_fp8(tokens.device, self.fp8_config.emulate)
-        self._fp8_ran = True
-        return True
+        if reason is None:
+            require_fp8(tokens.device, self.fp8_config.emulate)
+        self._fp8_calls[self.training].note(reason)
+        return reason is None
 
     def _rows_of(self, args: tuple) -> int:
         """Return how many rows a call has."""

@@ -22,6 +22,7 @@ from fp8booster.kernels.activation import RowWeights
 from fp8booster.kernels.device import require_fp8
 from fp8booster.kernels.grouped_product import why_no_grouped_product
 from fp8booster.nn.experts.alike import WHOLE_IN_LAYERS, AlikeExperts, Look, Stack
+from fp8booster.nn.experts.calls import Calls
 from fp8booster.nn.experts.fp8_rows import FP8Rows, read_of
 from fp8booster.nn.experts.gated import gate_up_down
 from fp8booster.nn.experts.host_copy import HostCopy
@@ -97,12 +98,9 @@ class GroupedExperts:
     are_whole: bool = False
     """Weights that are whole only while something runs are so while the experts are computed."""
 
-    has_run: bool = False
-    """The experts were computed as one, which their layers do not see."""
-
     def __init__(self, experts: Sequence[nn.Module]) -> None:
         self.experts = tuple(experts)
-        self._reasons: dict[bool, dict[str, None]] = {True: {}, False: {}}  # in training, and in evaluation
+        self._calls = Calls.by_mode()
         self._alike = AlikeExperts(self.experts)
         self._judged: tuple[Look, str | None] | None = None
         self._gate_up, self._down = StackCopy(), StackCopy()
@@ -130,16 +128,21 @@ class GroupedExperts:
         never = self._why_never(self._alike.look())
         if never is WHOLE_IN_LAYERS and self.are_whole:  # they will be when the experts run
             never = None
-        return never or ", ".join(self._reasons[True]) or None
+        return never or self._calls[True].told
 
     @property
     def why_one_by_one_in_evaluation(self) -> str | None:
         """Return why the experts ran one by one for some batches in evaluation, though in training they need not."""
-        return ", ".join(self._reasons[False]) or None
+        return self._calls[False].told
 
-    def note(self, reason: str) -> None:
-        """Let the report give a reason why the experts ran one by one for some batches."""
-        self._reasons[self.experts[0].training][reason] = None
+    def note(self, reason: str | None) -> None:
+        """Remember that the experts run as one on a batch, or let the report give a reason why they did not on some."""
+        self._calls[self.experts[0].training].note(reason)
+
+    @property
+    def has_run(self) -> bool:
+        """Tell whether the experts were computed as one, which their layers do not see."""
+        return any(calls.ran for calls in self._calls.values())
 
     @property
     def saves_in_8_bits(self) -> bool:
@@ -210,8 +213,7 @@ class GroupedExperts:
     def _runs_on(self, looked: _Looked, rows: float | None) -> bool:
         """Tell whether so many rows are computed in grouped products, or any; the report says why not."""
         reason = self._why_not(looked, rows)
-        if reason is not None:
-            self.note(reason)
+        self.note(reason)
         return reason is None
 
     def _layers(self, looked: _Looked, tokens: torch.Tensor | FP8Rows) -> _Layers:
@@ -252,7 +254,6 @@ class GroupedExperts:
             activation = partial(activate, gated=True, saving=saving, weights=of_rows)
             return run_stacks(tokens.to(torch.bfloat16), layout, up, activation, down, layout)
 
-        self.has_run = True
         return self._gathered(looked.look, compute)
 
     def _gathered(self, look: Look, compute: Callable[[], torch.Tensor]) -> torch.Tensor:

@@ -668,3 +668,26 @@ def test_experts_whose_scales_no_graph_holds_are_not_captured() -> None:
     experts = made(config=FP8Config(scaling="delayed", emulate=True))
     held = Held(nn.Sequential(experts), lambda _: None)
     assert held.why_not == "delayed scales, of which a graph cannot tell when a step begins"
+
+
+def test_calls_in_evaluation_tell_nothing_of_training(monkeypatch) -> None:
+    monkeypatch.setattr(speed_model, "_looked_up", lambda _: speed_model.MEASURED[9, 0])
+    monkeypatch.setattr(stack, "EXPERTS_THAT_PAY", EXPERTS)
+    experts, given = made(config=FP8Config()), routed()
+    tokens, chosen, weights = given
+    experts.eval()(*given)
+    few = "not in FP8 in evaluation: too few tokens"
+    assert (experts.has_run, experts.in_fp8, experts.fp8_notes(), experts.why_eager) == (True, False, few, None)
+    experts.train()(*given)
+    notes = f"experts in one parameter, in grouped products; {few}"
+    assert (experts.in_fp8, experts.fp8_notes(), experts.why_eager) == (True, notes, None)
+    before = Held(nn.Sequential(experts), lambda _: None)
+    experts.eval()(tokens, chosen, top_k_weights=weights)  # another reason
+    experts.train()
+    assert Held(nn.Sequential(experts), lambda _: None).changed_since(before) is None
+    experts(tokens, chosen, top_k_weights=weights)
+    otherwise = "called otherwise than with tokens, their experts and weights"
+    assert experts.fp8_notes() == (
+        f"experts in one parameter, in grouped products; not in FP8 for some calls: {otherwise}; {few}, {otherwise}"
+    )
+    assert experts.why_eager == COUNTED
