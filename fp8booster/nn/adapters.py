@@ -22,6 +22,7 @@ from fp8booster.nn.experts.spread import spread_of
 from fp8booster.nn.linear.frozen import FrozenLayer, before_decoding
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.linear.low_rank import low_rank_product
+from fp8booster.nn.modules import unmixed
 from fp8booster.nn.weights.holder import FP8Module
 
 _CHANGES = ("merge", "unmerge")
@@ -156,7 +157,7 @@ def _thawed(base: FrozenLayer, adapters: Any) -> Iterator[None]:
     The bytes before the first merge are kept, and come back when all is unmerged: to cast a decoded weight again may
     round it again.
     """
-    kind, config, dtype, shape = type(base), base.fp8_config, base.weight_dtype, base.fp8_shape
+    kind, config, dtype, shape = unmixed(type(base)), base.fp8_config, base.weight_dtype, base.fp8_shape
     # of several merges the first alone has the bytes without an adapter
     before = vars(adapters).get(_UNMERGED) or base.quantized
     input_amax = base.input_amax

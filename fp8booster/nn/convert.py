@@ -21,7 +21,7 @@ from fp8booster.nn.experts.mixture import group_mixtures
 from fp8booster.nn.linear.frozen import FrozenLayer
 from fp8booster.nn.linear.layer import FP8Layer, FP8Linear, require_own_weights
 from fp8booster.nn.linear.low_rank import low_rank_adapters
-from fp8booster.nn.modules import require_module, vocabulary_heads
+from fp8booster.nn.modules import require_module, unmixed, vocabulary_heads
 from fp8booster.nn.sharing import share_inputs
 from fp8booster.nn.weights.holder import FP8Module
 from fp8booster.nn.weights.memory import is_lazy, without_large_transposes
@@ -111,7 +111,7 @@ def convert_to_fp8(
     linears = [
         (name, module)
         for name, module in model.named_modules()
-        if (is_linear(module) or type(module) in kinds) and not _is_elsewhere(module)
+        if (is_linear(module) or unmixed(type(module)) in kinds) and not _is_elsewhere(module)
     ]
     by_role: dict[int, str] = {}
     heads, routers = heads_among(model, linears), _routers(model)
@@ -135,7 +135,7 @@ def convert_to_fp8(
             module.__dict__.pop(_KEPT, None)
             kinds[_original(module)].convert_in_place(module, config)
         else:
-            if type(module) in kinds.values():
+            if unmixed(type(module)) in kinds.values():
                 module.revert()
             module.__dict__[_KEPT] = Kept(reason, product_features(module, kinds))
     experts = _convert_experts(model, config, {**kept, **at_the_ends})
@@ -385,14 +385,15 @@ def product_features(module: nn.Module, kinds: Kinds = KINDS) -> tuple[int, int]
         return module.__dict__[_KEPT].shape
     if is_lazy(module._parameters.get("weight")):
         return 0, cast(int, module.out_features)
-    kind = known_kinds(kinds).get(type(module), FP8Linear)
+    kind = known_kinds(kinds).get(unmixed(type(module)), FP8Linear)
     rows, columns = cast(torch.Tensor, module.weight).shape
     return (rows, columns) if kind.weight_is_transposed else (columns, rows)
 
 
 def _original(module: nn.Module) -> type[nn.Module]:
     """The class of a layer before it computed in FP8."""
-    return type(module).__dict__.get("original", type(module))
+    cls = unmixed(type(module))
+    return vars(cls).get("original", cls)
 
 
 def kept_reason(module: nn.Module, unknown: str = USE_FP8_IS_OFF) -> str:

@@ -57,14 +57,27 @@ def _mixed_class(mixin: Any, cls: type, forward: Callable[..., Any] | None) -> t
 _MIXED = "_fp8booster_mixed"
 
 
+@cached_by_class
+def unmixed(cls: type) -> Any:
+    """Return what a class was before `mixed_class` put mixins before it."""
+    mixed = vars(cls).get(_MIXED)
+    return cls if mixed is None else unmixed(mixed[1])
+
+
+def remixed(cls: type, below: type) -> Any:
+    """Return another class behind the mixins that `mixed_class` has put before one."""
+    mixed = vars(cls).get(_MIXED)
+    return below if mixed is None else mixed_class(mixed[0], remixed(mixed[1], below))
+
+
 def class_without(mixin: type, cls: type) -> Any:
-    """Return what a class was before `mixed_class` put a mixin before it, or before what is below another."""
+    """Return a class with its mixins but for one, and for those that are subclasses of that."""
     mixed = vars(cls).get(_MIXED)
     if mixed is None:
         return cls
     first, second = mixed
     below = class_without(mixin, second)
-    return below if first is mixin else mixed_class(first, below)
+    return below if issubclass(first, mixin) else mixed_class(first, below)
 
 
 def _reduce_ex(self: Any, protocol: int) -> tuple:

@@ -8,8 +8,12 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from fp8booster import FP8Config, FP8Linear, convert_to_fp8, quantize, report
+from fp8booster import FP8Config, FP8Linear, capture_layers, convert_to_fp8, quantize, report
+from fp8booster.nn.convert import LEFT_OUT
 from fp8booster.nn.experts.fp8_experts import FP8Experts
+from fp8booster.nn.graphs.capture import CapturedLayer
+from fp8booster.nn.linear.frozen import FrozenFP8Linear
+from fp8booster.nn.modules import mixed_class
 from tests.nn.experts.test_fp8_experts import Experts
 from tests.nn.models import tiny_llama
 
@@ -284,3 +288,34 @@ def test_layers_without_a_size_before_their_first_batch_stop_nothing(kept: tuple
     model(torch.randn(4, 32) if notes else torch.randn(4, 32, 32))
     assert [row.name for row in report(convert_to_fp8(model)).fp8] == (["0", "1"] if notes else ["0"])
     assert not notes or report(model).rows[1].shape == (32, 32)
+
+
+@pytest.mark.parametrize("captured_first", [True, False])
+def test_captured_layers_turn_into_other_fp8_layers_and_back(captured_first) -> None:
+    """`fuse` captures members of a ModuleList, which may be linear layers themselves."""
+    model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(64, 64) for _ in range(2)), "last": nn.Linear(64, 64)})
+    layer, *_ = layers = model["layers"]
+    x, right = torch.randn(16, 64), mixed_class(CapturedLayer, nn.Linear)
+    if captured_first:
+        assert capture_layers(model) == 2
+    convert_to_fp8(model, FP8Config(emulate=True))
+    capture_layers(model)
+    for config in (FP8Config(emulate=True, scaling="rowwise"), FP8Config(emulate=True)):
+        convert_to_fp8(model, config)
+        assert {type(each) for each in layers} == {mixed_class(CapturedLayer, FP8Linear)}
+        assert report(model).share == 1
+        assert torch.equal(layer(x), convert_to_fp8(plain_like(layer), config)(x))
+    convert_to_fp8(model, FP8Config(emulate=True, layers=lambda name, _: name == "last"))
+    assert {type(each) for each in layers} == {right}
+    assert {row.notes for row in report(model).other} == {LEFT_OUT}
+    quantize(model, FP8Config(emulate=True))
+    assert {type(each) for each in layers} == {mixed_class(CapturedLayer, FrozenFP8Linear)}
+    layer.revert()
+    assert type(layer) is right
+
+
+def plain_like(layer: nn.Module) -> nn.Linear:
+    """Return an nn.Linear of a layer's parameters."""
+    made = nn.Linear(layer.in_features, layer.out_features)
+    made.load_state_dict(layer.state_dict())
+    return made

@@ -11,7 +11,7 @@ from torch import nn
 
 from fp8booster import FP8Config, FP8Linear, convert_to_fp8, report
 from fp8booster.nn.convert import LEFT_OUT
-from fp8booster.nn.modules import change_class, class_without, mixed_class, repeated_layers
+from fp8booster.nn.modules import change_class, class_without, mixed_class, remixed, repeated_layers, unmixed
 from tests.nn.models import tiny_llama
 
 TRANSFORMERS_5 = transformers.__version__.startswith("5.")
@@ -196,6 +196,13 @@ def test_a_mixin_is_taken_out_of_a_class_again() -> None:
     assert class_without(Quieter, of_two) is mixed_class(Louder, Shy)
     assert class_without(Louder, of_two) is mixed_class(Quieter, Shy)
     assert class_without(Louder, Shy) is Shy
+    assert class_without(nn.Module, of_two) is unmixed(of_two) is unmixed(Shy) is Shy
+
+
+def test_another_class_is_put_behind_mixins() -> None:
+    of_two = mixed_class(Quieter, mixed_class(Louder, Shy))
+    assert remixed(of_two, FP8Linear) is mixed_class(Quieter, mixed_class(Louder, FP8Linear))
+    assert remixed(Shy, FP8Linear) is FP8Linear
 
 
 def test_a_class_whose_forward_was_replaced_is_mixed_anew(monkeypatch) -> None:

@@ -8,8 +8,8 @@ graph that changes their state in backward, and after it, on what they made, whi
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from colossalai.tensor.param_op_hook import ColoParamOpHookManager
@@ -19,7 +19,7 @@ from colossalai.zero.gemini.gemini_hook import GeminiZeROHook
 from torch import nn
 
 from fp8booster.colossal.gemini.chunks import ChunkWeight, FP8Chunk
-from fp8booster.nn import FP8Layer, FP8Linear
+from fp8booster.nn import FP8Layer
 from fp8booster.nn.experts.alike import Look
 from fp8booster.nn.experts.grouped import GroupedExperts, grouped_experts
 from fp8booster.nn.fused.causal_lm_loss import HeldHead, fused_head
@@ -74,20 +74,9 @@ def _with_its_amax(made: Made, returned: Made) -> Made:
 class GatheredModule(nn.Module):
     """A mixin before a module's class: its parameters are gathered for its forward and its backward."""
 
-    original_class: ClassVar[type[nn.Module]]
-
-    @classmethod
-    def members_before(cls, original: type[nn.Module]) -> dict[str, Any]:
-        """As `mixed_class` asks."""
-        return {"original_class": original, "head_class": original}
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module with its parameters gathered."""
         return while_gathered([self], functools.partial(super().forward, *args, **kwargs))
-
-    def fp8_merges_by(self) -> Hashable | None:
-        """Return the key of the class that it was, whose product it leaves as it is."""
-        return FP8Linear if self.original_class is FP8Linear else super().fp8_merges_by()
 
 
 setattr(GatheredModule.forward, PASSES_ON, True)

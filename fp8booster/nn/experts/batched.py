@@ -23,7 +23,7 @@ from fp8booster.nn.experts.own_code import OWN_FORWARD
 from fp8booster.nn.experts.row_layout import RowLayout
 from fp8booster.nn.fused.activations import fused_kind
 from fp8booster.nn.fused.trials import STAND_INS, computes, numbers, on_numbers
-from fp8booster.nn.modules import cached_by_class, change_class, mixed_class, must_be_called
+from fp8booster.nn.modules import cached_by_class, change_class, class_without, mixed_class, must_be_called, unmixed
 from fp8booster.nn.weights.delivered import as_rows
 
 
@@ -48,7 +48,8 @@ class BatchedExperts(FP8Experts):
         return "called otherwise than with rows for each expert"
 
     def _why_own_code(self) -> str | None:
-        return None if _is_batched(self.original, self.original.forward) else OWN_FORWARD
+        original = unmixed(type(self))
+        return None if _is_batched(original, original.forward) else OWN_FORWARD
 
     def _rows_of(self, args: tuple) -> int:
         return len(args[0])
@@ -141,7 +142,7 @@ def are_batched(module: nn.Module) -> bool:
     held = (module._parameters.get(name) for name in ("gate_up_proj", "down_proj"))
     if any(each is None or each.dim() != 3 for each in held) or "forward" in vars(module):
         return False
-    original: type[Any] = getattr(type(module), "original", type(module))
+    original = unmixed(type(module))
     return _is_batched(original, original.forward)
 
 
@@ -192,6 +193,6 @@ def skip_scores_of_zero(model: nn.Module, skip: bool = True) -> None:
         cls: type[Any] = type(block)
         if isinstance(block, ScaledMixture):
             if not wanted:
-                change_class(block, block.tried[0])
+                change_class(block, class_without(ScaledMixture, cls))
         elif wanted and "forward" not in vars(block) and _form(cls, cls.forward) is not None:
             change_class(block, mixed_class(ScaledMixture, cls))

@@ -11,7 +11,7 @@ right or not faster the implementation that was chosen runs. All experts of a pa
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -42,7 +42,7 @@ from fp8booster.nn.fused.activations import fused_kind
 from fp8booster.nn.fused.pointwise import Saving, activate
 from fp8booster.nn.fused.trials import gates_by_activation
 from fp8booster.nn.graphs.eager import COUNTED
-from fp8booster.nn.modules import change_class, mixed_class, run_with
+from fp8booster.nn.modules import change_class, class_without, mixed_class, run_with, unmixed
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.holder import FP8Module, WeightHolder
 from fp8booster.nn.weights.source import CachedWeight, WeightSource
@@ -100,9 +100,6 @@ class FP8Experts(FP8Module):
     evaluation. A copy or a pickle of the module holds none.
     """
 
-    original: ClassVar[type[nn.Module]]
-    """The class that the module was, and is again after `revert`."""
-
     fp8_weights: dict[str, WeightSource]
     """By name of a parameter, where its FP8 copy comes from."""
 
@@ -117,11 +114,6 @@ class FP8Experts(FP8Module):
     _fp8_calls: dict[bool, Calls]
 
     @classmethod
-    def members_before(cls, original: type[nn.Module]) -> dict[str, Any]:
-        """As `mixed_class` asks."""
-        return {"original": original}
-
-    @classmethod
     def convert_in_place(cls, module: nn.Module, config: FP8Config) -> None:
         """Turn a module for which `are_experts`, and `why_not` gives no reason, into this class in place."""
         if not isinstance(module, FP8Experts):
@@ -131,7 +123,7 @@ class FP8Experts(FP8Module):
     def revert(self) -> None:
         """Turn the module into what it was, in place."""
         del (self.fp8_weights, self.fp8_casts, self._fp8_calls, self._weights_of_engines)
-        change_class(self, self.original)
+        change_class(self, class_without(FP8Experts, type(self)))
 
     @property
     def fp8_config(self) -> FP8Config:
@@ -347,7 +339,7 @@ class FP8Experts(FP8Module):
         """Return what the kernel between the products computes now; None: the module's own activation runs."""
         if not self.fp8_config.fused:
             return None
-        if self._is_gated and ("_apply_gate" in vars(self) or not gates_by_activation(self.original)):
+        if self._is_gated and ("_apply_gate" in vars(self) or not gates_by_activation(unmixed(type(self)))):
             return None
         return fused_kind(self.act_fn)
 

@@ -32,7 +32,7 @@ from fp8booster.nn.experts.spread import EXCHANGED, Rows, Run, Spread, sent_over
 from fp8booster.nn.fused.trials import computes, numbers, on_numbers
 from fp8booster.nn.graphs.breaks import call_eagerly, run_eagerly
 from fp8booster.nn.linear.layer import FP8Layer
-from fp8booster.nn.modules import cached_by_class, change_class, mixed_class
+from fp8booster.nn.modules import cached_by_class, change_class, class_without, mixed_class
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.delivered import as_rows
 
@@ -335,7 +335,7 @@ def group_mixtures(model: nn.Module, grouped: bool = True) -> None:
                 group_experts(block)
             elif not wanted:
                 del block.fp8_grouped_experts, block.fp8_reads_fp8
-                change_class(block, block.tried[0])
+                change_class(block, class_without(Mixture, type(block)))
             continue
         mixin = mixin_of(block) if wanted else None
         if mixin is not None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from fp8booster.nn.modules import cached_by_class
+from fp8booster.nn.modules import cached_by_class, unmixed
 
 OWN_FORWARD = "a forward of its class's own, which must run"
 OWN_IMPLEMENTATION = "an experts_implementation that transformers does not have, which must run"
@@ -23,7 +23,7 @@ _DECORATED_IN = "transformers.integrations.moe"
 
 def why_own_code(module: nn.Module) -> str | None:
     """Return why the code of a module with experts must run, which may compute anything; None: it need not."""
-    cls: type[Any] = getattr(type(module), "original", type(module))
+    cls: type[Any] = unmixed(type(module))
     if _has_own_forward(cls, _written_forward(cls)):
         return OWN_FORWARD
     name = getattr(vars(module).get("config"), "_experts_implementation", None)

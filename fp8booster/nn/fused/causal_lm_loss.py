@@ -20,7 +20,7 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +35,7 @@ from fp8booster.nn.fused.lazy import LazyTensor
 from fp8booster.nn.fused.loss import VocabularyPart, linear_cross_entropy
 from fp8booster.nn.linear.layer import FP8Layer, FP8Linear, held_weight
 from fp8booster.nn.linear.speed_model import computes_in_fp8
-from fp8booster.nn.modules import has_hooks, run_with
+from fp8booster.nn.modules import has_hooks, run_with, unmixed
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.delivered import as_rows, deliver_amax, delivered_amax
 from fp8booster.nn.weights.freshness import reusable
@@ -51,13 +51,6 @@ HEADS: set[type[nn.Module]] = {nn.Linear, FP8Linear}
 
 class HeldHead(nn.Module):
     """Mixin of a head whose parameters an engine keeps apart from it: they are whole within `while_whole`."""
-
-    head_class: ClassVar[type[nn.Module]]  # that it was
-
-    @classmethod
-    def members_before(cls, original: type[nn.Module]) -> dict[str, Any]:
-        """As `mixed_class` asks."""
-        return {"head_class": original}
 
     def while_whole(self, compute: Callable[[], Tensor]) -> Tensor:
         """Return what `compute` makes of the head's parameters, differentiable."""
@@ -77,7 +70,7 @@ def why_not_bypassed(head: nn.Module, classes: Collection[type[nn.Module]]) -> s
         classes: those of heads whose product is that of nn.Linear.
     """
     held = isinstance(head, HeldHead)
-    if (head.head_class if held else type(head)) not in classes:
+    if type(head) not in classes and unmixed(type(head)) not in classes:
         return f"its lm_head is a {type(head).__name__}, whose product may be another than that of nn.Linear"
     if not held and type(head._parameters.get("weight")) not in (nn.Parameter, FakeTensor):
         kind = type(held_weight(head)).__name__

@@ -23,7 +23,7 @@ from fp8booster.nn.linear.functional import check_operands, linear_from_quantize
 from fp8booster.nn.linear.layer import FP8Layer, FP8Linear, note_read
 from fp8booster.nn.linear.shared_input import share_input
 from fp8booster.nn.linear.speed_model import TokenCounts
-from fp8booster.nn.modules import change_class
+from fp8booster.nn.modules import change_class, remixed
 from fp8booster.nn.saves import IN_FP8, guard_saves
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.freshness import reusable
@@ -81,7 +81,7 @@ class FrozenLayer(FP8Layer):
             module.restore_weights()  # an engine may have left no other copy
             module.revert()
         weight = module._parameters.pop("weight")
-        frozen = change_class(module, cls)
+        frozen = change_class(module, remixed(type(module), cls))
         frozen._start_frozen(config, weight.dtype)  # type: ignore[union-attr]
         frozen.hold_cast_of(as_matrix([weight], cls.weight_is_transposed))  # type: ignore[list-item]
 
@@ -90,7 +90,7 @@ class FrozenLayer(FP8Layer):
         weight = nn.Parameter(self.weight, requires_grad=False)
         for name in (*HELD, "fp8_casts", "in_fp8", "weight_dtype", "fp8_shape"):
             delattr(self, name)
-        change_class(self, self.original)
+        change_class(self, remixed(type(self), self.original))
         self.register_parameter("weight", weight)
 
     def hold(self, quantized: QuantizedMatrix, shape: tuple[int, int]) -> None:

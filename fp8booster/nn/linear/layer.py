@@ -17,7 +17,7 @@ from fp8booster.nn.linear.functional import Defer, check_operands, linear_from_q
 from fp8booster.nn.linear.inputs import output_of
 from fp8booster.nn.linear.shared_input import opened, share_input
 from fp8booster.nn.linear.speed_model import TokenCounts, computes_in_fp8
-from fp8booster.nn.modules import change_class
+from fp8booster.nn.modules import change_class, remixed, unmixed
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.delivered import RECIPE, delivered_recipe
 from fp8booster.nn.weights.freshness import note_change, reusable
@@ -74,7 +74,7 @@ class FP8Layer(FP8Module):
     """
 
     original: ClassVar[type[nn.Module]]
-    """The class that the layer was, and is again after `revert`."""
+    """The class that the layer was, and is again after `revert`, but for mixins before it."""
 
     weight_is_transposed: ClassVar[bool] = False
     """The weight lies as [input features, output features], not as nn.Linear's does."""
@@ -101,13 +101,13 @@ class FP8Layer(FP8Module):
     @classmethod
     def convert_in_place(cls, module: nn.Module, config: FP8Config) -> None:
         """Turn a layer into this class in place: its parameters, hooks and identity stay."""
-        change_class(module, cls)._start_fp8(config)
+        change_class(module, remixed(type(module), cls))._start_fp8(config)
 
     def revert(self) -> None:
         """Turn the layer into what it was, in place."""
         del self.fp8_weight, self.fp8_casts, self.in_fp8, self._whole_shape
         self._forget_uses()
-        change_class(self, self.original)
+        change_class(self, remixed(type(self), self.original))
 
     def _start_fp8(self, config: FP8Config) -> None:
         if "fp8_weight" in vars(self):
@@ -350,4 +350,6 @@ class FP8Linear(FP8Layer, nn.Linear):
 
     def fp8_merges_by(self) -> Hashable | None:
         """Its class, unless it is a subclass, whose forward may be another."""
-        return FP8Linear if type(self) is FP8Linear else None
+        # the usual class is told at once: `torch.compile` warns of what is cached
+        is_own = type(self) is FP8Linear or unmixed(type(self)) is FP8Linear
+        return FP8Linear if is_own else None

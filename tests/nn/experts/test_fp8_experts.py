@@ -12,15 +12,17 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8booster import FP8Config, convert_to_fp8, forget_weights, report
+from fp8booster import FP8Config, capture_layers, convert_to_fp8, forget_weights, report
 from fp8booster.config import Activations, Formats, WeightCopies
 from fp8booster.formats import E4M3, E5M2
 from fp8booster.nn.experts import grouped_linear, stack
 from fp8booster.nn.experts.fp8_experts import FP8Experts
 from fp8booster.nn.experts.row_layout import RowLayout
+from fp8booster.nn.graphs.capture import CapturedLayer
 from fp8booster.nn.graphs.eager import COUNTED
 from fp8booster.nn.graphs.held import Held
 from fp8booster.nn.linear import speed_model
+from fp8booster.nn.modules import mixed_class
 from tests.kernels.grouped_stand_in import scaled_grouped_mm, stand_in
 from tests.nn.fsdp.resharding import follow_resharding
 from tests.nn.swapping import by_swapping
@@ -668,6 +670,19 @@ def test_experts_whose_scales_no_graph_holds_are_not_captured() -> None:
     experts = made(config=FP8Config(scaling="delayed", emulate=True))
     held = Held(nn.Sequential(experts), lambda _: None)
     assert held.why_not == "delayed scales, of which a graph cannot tell when a step begins"
+
+
+def test_experts_that_are_captured_are_converted_again_and_reverted() -> None:
+    listed = nn.ModuleDict({"layers": nn.ModuleList(made(config=None) for _ in range(2))})
+    convert_to_fp8(listed, QUICK)
+    capture_layers(listed)
+    fp8 = {type(each) for each in listed["layers"]}
+    convert_to_fp8(listed, FP8Config(emulate=True, always=True))
+    assert {type(each) for each in listed["layers"]} == fp8
+    assert report(listed).share == 1
+    for each in listed["layers"]:
+        each.revert()
+    assert {type(each) for each in listed["layers"]} == {mixed_class(CapturedLayer, Experts)}
 
 
 def test_calls_in_evaluation_tell_nothing_of_training(monkeypatch) -> None:
