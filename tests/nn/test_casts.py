@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from fp8booster import FP8Config, convert_to_fp8
+from fp8booster import FP8Config, FP8Linear, convert_to_fp8
 from fp8booster.config import Activations
 from fp8booster.nn.experts.fp8_experts import FP8Experts
 from fp8booster.nn.experts.grouped import GroupedExperts
@@ -110,3 +110,24 @@ def test_a_copy_and_a_pickle_of_a_layer_have_casts_of_their_own() -> None:
     for other in (copy.deepcopy(model)[0], pickle.loads(pickle.dumps(model))[0]):
         assert type(other.fp8_casts) is Casts
         assert other.fp8_casts is not layer.fp8_casts
+
+
+def first_layer(name: str, module: nn.Module) -> bool:
+    return name == "0"
+
+
+def test_a_model_is_pickled_without_a_choice_of_layers_that_cannot_be() -> None:
+    config = FP8Config(emulate=True, layers=lambda name, module: name != "1")
+    model = convert_to_fp8(nn.Sequential(*(nn.Linear(32, 32) for _ in range(3))), config)
+    other, x = pickle.loads(pickle.dumps(model)), torch.randn(16, 32)
+    assert torch.equal(other(x), model(x))
+    assert [type(layer) for layer in other] == [FP8Linear, nn.Linear, FP8Linear]
+    assert other[0].fp8_config is other[2].fp8_config
+    assert copy.deepcopy(model)[0].fp8_config is config
+    with pytest.raises(ValueError, match=r"the model was pickled, .* give the configuration again"):
+        convert_to_fp8(other, other[0].fp8_config)
+    convert_to_fp8(other, config)
+    convert_to_fp8(model, FP8Config(emulate=True, layers=first_layer))
+    other = pickle.loads(pickle.dumps(model))
+    assert other[0].fp8_config.layers is first_layer
+    convert_to_fp8(other, other[0].fp8_config)

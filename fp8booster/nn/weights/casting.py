@@ -5,10 +5,16 @@ Not the transpose of an input that backward makes again by the scale of forward,
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from dataclasses import replace
+from functools import cache, cached_property
+from types import FunctionType
+from typing import Any
 
 import torch
+from torch import nn
 
 from fp8booster.config import FP8Config
 from fp8booster.kernels.device import is_captured
@@ -169,7 +175,35 @@ class Casts:
             self.state.forget_step()
 
     def __reduce__(self) -> tuple:
-        return Casts, (self.config, self._new_state), self.saved
+        return Casts, (_as_pickled(self.config), self._new_state), self.saved
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Casts:
+        other = Casts(self.config, self._new_state)  # both of which no one changes
+        other.load(copy.deepcopy(self.saved, memo))
+        return other
 
     def __setstate__(self, saved: dict[str, torch.Tensor]) -> None:
         self.load(saved)
+
+
+def chosen_before(name: str, module: nn.Module) -> bool:
+    """Stand for `FP8Config.layers` in a pickle of layers that it had chosen.
+
+    Raises:
+        ValueError: it is asked for layers again.
+    """
+    raise ValueError(
+        "the model was pickled, and the function that its FP8Config.layers was cannot be, as a lambda cannot; give the "
+        "configuration again"
+    )
+
+
+@cache
+def _as_pickled(config: FP8Config) -> FP8Config:
+    """Return a configuration without the choice of layers, unless a pickle finds that by its name."""
+    try:
+        if isinstance(config.layers, FunctionType) and pickle.dumps(config.layers):
+            return config
+    except (pickle.PicklingError, AttributeError):
+        pass
+    return replace(config, layers=chosen_before)
