@@ -34,6 +34,7 @@ from fp8booster.nn.weights.stacking import are_stacked, holders, stack_rows, sta
 
 _in_training = attrgetter("training")
 _may_be_filled = attrgetter("fp8_weight.may_be_filled")
+_version = attrgetter("_version")
 
 
 class Merged:
@@ -331,22 +332,45 @@ def merged_linears(model: nn.Module) -> list[MergedLinears]:
 
 def _product_of_stacked(input: Tensor, matrix: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
     """Return the product with a matrix that has weights as its rows, in its own precision, or that of autocast."""
-    return F.linear(input, _Stacked.apply(matrix, *weights), bias)
+    if _reads_weights_in_backward(input, matrix, weights):
+        input, matrix = _Stacked.apply(input, matrix, *weights)
+    else:
+        _, matrix = _Stacked.apply(None, matrix, *weights)
+    return F.linear(input, matrix, bias)
+
+
+def _reads_weights_in_backward(input: Tensor, matrix: Tensor, weights: Sequence[Tensor]) -> bool:
+    """Tell whether the input's gradient is computed from the memory of the weights, and not from a copy of forward."""
+    if not input.requires_grad or matrix.data_ptr() != weights[0].data_ptr():
+        return False
+    device = matrix.device.type
+    return not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) == matrix.dtype
 
 
 class _Stacked(torch.autograd.Function):
-    """A matrix that stands for weights stacked by rows, each of which gets its rows of the gradient."""
+    """A matrix that stands for weights stacked by rows, each of which gets its rows of the gradient.
+
+    torch sees changes of the matrix between forward and backward as those of the first weight alone. An input that is
+    given too is returned as it is, and its gradient has waited for a look at all the weights.
+    """
 
     @staticmethod
-    def forward(ctx: Any, matrix: Tensor, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, input: Tensor | None, matrix: Tensor, *weights: Tensor) -> tuple[Tensor | None, Tensor]:
         ctx.rows = [len(weight) for weight in weights]
+        ctx.read = weights if ctx.needs_input_grad[0] else ()
+        ctx.versions = list(map(_version, ctx.read))
         ctx.set_materialize_grads(False)
-        return matrix
+        return input, matrix
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> tuple:
+    def backward(ctx: Any, for_input: Tensor | None, gradient: Tensor | None) -> tuple:
+        if list(map(_version, ctx.read)) != ctx.versions:
+            raise RuntimeError(
+                "a weight of layers that are multiplied as one has been modified by an inplace operation since their "
+                "forward, and the gradient of their input is computed from it; modify weights after backward"
+            )
         # None: it is computed later
-        return None, *((None,) * len(ctx.rows) if gradient is None else gradient.split(ctx.rows))
+        return for_input, None, *((None,) * len(ctx.rows) if gradient is None else gradient.split(ctx.rows))
 
 
 class _DeferredRows:

@@ -126,3 +126,33 @@ def test_a_layer_that_is_frozen_gets_no_gradient_and_the_others_theirs(kind, mer
     for number, layer in enumerate(layers):
         assert (layer.weight.grad is None) == (number == frozen)
         assert number == frozen or torch.equal(layer.weight.grad, right[number])
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("changed", range(3))
+def test_a_weight_that_changes_before_backward_is_refused_as_by_nn_linear(changed: int, trained: bool) -> None:
+    layers = [nn.Linear(16, 16, bias=False).requires_grad_(trained) for _ in range(3)]
+    x = torch.randn(4, 16, requires_grad=True)
+    y = MergedLinears(layers)(x).sum()
+    with torch.no_grad():
+        layers[changed].weight.mul_(2)
+    with pytest.raises(RuntimeError, match=r"modified .*in-?place"):
+        torch.autograd.grad(y, x)
+
+
+def test_a_weight_may_change_before_backward_where_that_does_not_read_it() -> None:
+    layers = [nn.Linear(16, 16, bias=False) for _ in range(3)]
+    together, x = MergedLinears(layers), torch.randn(4, 16)
+    leaf = x.clone().requires_grad_()
+    with torch.autocast("cpu", BF16):  # the product reads a copy
+        copied = together(leaf)
+        right = torch.cat([layer(leaf) for layer in layers], 1)
+    dy = torch.randn_like(right)
+    (right,) = torch.autograd.grad(right, leaf, dy)
+    alone = together(x)
+    with torch.no_grad():
+        layers[2].weight.zero_()
+    (found,) = torch.autograd.grad(copied, leaf, dy)
+    assert (found - right).norm() <= 0.01 * right.norm()
+    alone.backward(dy.float())
+    torch.testing.assert_close(layers[2].weight.grad, dy.float()[:, 32:].t() @ x)
