@@ -18,6 +18,7 @@ from fp8booster.nn.adapters import follow_merges
 from fp8booster.nn.experts.batched import BatchedExperts, are_batched, skip_scores_of_zero
 from fp8booster.nn.experts.fp8_experts import FP8Experts, are_experts, why_not
 from fp8booster.nn.experts.mixture import group_mixtures
+from fp8booster.nn.fused.merged_layers import merged_layers
 from fp8booster.nn.linear.frozen import FrozenLayer
 from fp8booster.nn.linear.layer import FP8Layer, FP8Linear, require_own_weights
 from fp8booster.nn.linear.low_rank import low_rank_adapters
@@ -25,6 +26,7 @@ from fp8booster.nn.modules import require_module, unmixed, vocabulary_heads
 from fp8booster.nn.sharing import share_inputs
 from fp8booster.nn.weights.holder import FP8Module
 from fp8booster.nn.weights.memory import is_lazy, without_large_transposes
+from fp8booster.nn.weights.source import CachedWeight
 
 PADDING_LIMIT = 1.125
 """A layer whose features, rounded up to multiples of 16 or 128, make its products larger than this stays in BF16."""
@@ -143,6 +145,8 @@ def convert_to_fp8(
     if not any(isinstance(module, FP8Module) for module in model.modules()):
         reasons = {kept_reason(module) for _, module in linears} | set(experts.values())
         _warn_of_nothing(sorted(reasons), {LEFT_OUT, WHY_NOT_ROUTERS, *at_the_ends.values()})
+    for merged in merged_layers(model):  # an engine before may have given them, as the layers, what it gathers
+        merged.fp8_weight = CachedWeight()
     group_mixtures(model, config.fused)
     skip_scores_of_zero(model, config.fused)
     follow_merges()

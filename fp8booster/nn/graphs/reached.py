@@ -14,8 +14,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fp8booster.nn.fused.merged_layers import MergedLayers
 from fp8booster.nn.graphs.values import CONSTANTS, is_plain
-from fp8booster.nn.modules import cached_by_class
+from fp8booster.nn.weights.casting import Casts
 
 MOST_HELD = 256
 """Items of a container or an object that is looked into: longer ones, as labels of a classifier, are no settings."""
@@ -25,6 +26,15 @@ MOST_DEEP = 4
 
 _OF_MODULES = frozenset(vars(nn.Module()))
 """Attributes that every module has: what they hold is looked at by itself."""
+
+_BOOKKEEPING = {
+    *("fp8_graphs", "in_fp8", "unfused_calls"),
+    *("weight_read_in_training", "weight_read_in_evaluation", "ran_in_evaluation"),
+}
+"""Attributes of a module by which classes of this package note how it is used, of which no forward is made."""
+
+_OF_OURS = "config", "fp8_weight", "fp8_casts"
+"""Attributes of `Casts` and `MergedLayers` that a forward follows from, and that may be changed in place."""
 
 _OPAQUE_PACKAGES = (sys.stdlib_module_names | {"torch", "fp8booster"}) - {"argparse", "types"}
 """Objects of these are told apart, and not looked into: they hold processes, streams, loggers and bookkeeping."""
@@ -50,11 +60,11 @@ class Reached:
 
         self._seen: dict[int, Any] = {}
         for module in modules:
-            held, bookkeeping = vars(module), _bookkeeping(type(module))
+            held = vars(module)
             self.holders.append(held)
             self.views.append(held.values())
             for name, value in held.items():
-                if name not in bookkeeping and (name not in _OF_MODULES or isinstance(value, CONSTANTS)):
+                if name not in _BOOKKEEPING and (name not in _OF_MODULES or isinstance(value, CONSTANTS)):
                     self._note(name, value, MOST_DEEP)
 
     def _note(self, name: str, value: Any, depth: int) -> None:
@@ -65,6 +75,12 @@ class Reached:
             if is_plain(value):
                 self.tensors.append(value)
             self.settings.append((name, id(value)))
+            return
+        if isinstance(value, (Casts, MergedLayers)):
+            self.settings.append((name, id(value)))
+            self.views.append(vars(value).values())
+            for each in filter(vars(value).__contains__, _OF_OURS):
+                self._note(f"{name}.{each}", vars(value)[each], depth)
             return
         inside = _inside(value) if depth else None
         if inside is None or len(inside) > MOST_HELD:
@@ -99,10 +115,3 @@ def _inside(value: Any) -> Any:
         return None
     held = getattr(value, "__dict__", None)
     return held if isinstance(held, dict) else None
-
-
-@cached_by_class
-def _bookkeeping(cls: type) -> frozenset[str]:
-    """Return attributes of a module by which classes of this package note how it is used."""
-    ours = (each for each in cls.__mro__ if each.__module__.startswith("fp8booster."))
-    return frozenset(name for each in ours for name in vars(each).get("__annotations__", ()))

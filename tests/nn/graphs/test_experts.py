@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from fp8booster import FP8Config, capture_layers, convert_to_fp8
+from fp8booster import FP8Config, capture_layers, convert_to_fp8, fuse
 from fp8booster.nn.graphs import captured_layers, graph_breaks
 from fp8booster.nn.graphs import layer as layer_module
 from fp8booster.nn.graphs.held import Held
-from fp8booster.nn.graphs.layer import WARM_UP
+from fp8booster.nn.graphs.layer import TOO_EARLY, WARM_UP
 from fp8booster.nn.graphs.pair import GraphPair
 from tests.nn.experts.test_fp8_experts import EACH, EXPERTS, HIDDEN, Experts
 from tests.nn.fsdp.resharding import follow_resharding
+from tests.nn.fused.models import batch, build
 from tests.nn.graphs.rerun import Rerun
 
 LAYERS = 2
@@ -238,3 +239,34 @@ def test_experts_whose_weights_are_gathered_elsewhere_are_told_so(device: torch.
     for _ in range(WARM_UP + 1):
         forward(of, torch.randn(2, 24, HIDDEN, device=device).bfloat16()).float().mean().backward()
     assert captured_layers(of) == {"its weights are gathered elsewhere": LAYERS}
+
+
+@pytest.mark.usefixtures("record")
+def test_options_of_experts_that_change_are_seen(device: torch.device) -> None:
+    captured = model(device)
+    capture_layers(captured)
+    x = torch.randn(2, 24, HIDDEN, device=device).bfloat16()
+    for _ in range(WARM_UP + 1):
+        forward(captured, x).sum().backward()
+    assert captured_layers(captured) == {None: LAYERS}
+    for casts in captured["layers"][0].experts.fp8_casts.values():
+        casts.under(FP8Config(always=True, cuda_graphs=False, fast_accumulation=()))
+    forward(captured, x).sum().backward()
+    assert captured_layers(captured) == {None: 1, TOO_EARLY: 1}
+
+
+@pytest.mark.usefixtures("record")
+def test_how_many_experts_a_token_gets_is_a_setting(device: torch.device) -> None:
+    captured = build("mixtral").to(device)
+    convert_to_fp8(captured, FP8Config(always=True, cuda_graphs=False))
+    fuse(captured)
+    capture_layers(captured)
+    ids = batch().to(device)
+    for _ in range(WARM_UP + 1):
+        captured(input_ids=ids, labels=ids).loss.backward()
+    assert captured_layers(captured) == {None: 2}
+    for module in captured.model.layers[0].modules():
+        if hasattr(module, "top_k"):
+            module.top_k = 1
+    captured(input_ids=ids, labels=ids).loss.backward()
+    assert captured_layers(captured) == {None: 1, TOO_EARLY: 1}

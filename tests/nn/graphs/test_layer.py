@@ -14,6 +14,7 @@ from fp8booster.config import GRADIENT_ACCUMULATIONS, Activations
 from fp8booster.kernels.device import current_stream
 from fp8booster.nn.graphs import capture_layers, captured_layers, free_graphs, recorder
 from fp8booster.nn.graphs.layer import MOST_KINDS, TOO_EARLY, WARM_UP, LayerGraphs, Shared
+from fp8booster.nn.weights.source import CachedWeight
 from fp8booster.optim import AdamW
 from tests.nn.fsdp.resharding import follow_resharding
 from tests.nn.fused.models import VOCABULARY, build
@@ -162,8 +163,35 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
     "a forward": lambda layer: setattr(layer.mlp, "forward", type(layer.mlp).forward.__get__(layer.mlp)),
     "a buffer": lambda layer: layer.mlp._buffers.update(offset=torch.ones(1)),
     "a tensor": lambda layer: setattr(layer.mlp, "offset", torch.ones(1)),
+    "a number that a mixin names": lambda layer: setattr(layer.self_attn, "layer_idx", 5),
+    "scales": lambda layer: convert_to_fp8(layer, FP8Config(always=True, cuda_graphs=False, scaling="rowwise")),
+    "options of casts": lambda layer: layer.mlp.down_proj.fp8_casts.under(FP8Config(cuda_graphs=False)),
+    "the weight of merged layers": lambda layer: setattr(layer.mlp.fp8_merged, "fp8_weight", CachedWeight()),
     "nothing": lambda layer: setattr(layer.input_layernorm, "variance_epsilon", 1e-6),
 }
+
+
+def look_at_weights(model: nn.Module) -> None:
+    for layer in model.model.layers:
+        assert layer.mlp.down_proj.weight is not None
+
+
+def evaluate(model: nn.Module) -> None:
+    model.eval()
+    with torch.no_grad():
+        forward(model, tokens(0, model.device, 48))
+    model.train()
+
+
+@pytest.mark.usefixtures("record")
+@pytest.mark.parametrize("use", [look_at_weights, evaluate])
+def test_notes_of_how_a_layer_is_used_leave_its_graphs(device: torch.device, use: Callable[[nn.Module], None]) -> None:
+    model = pair_of_models(device)[1]
+    for _ in range(WARM_UP + 1):
+        forward(model, tokens(0, device)).backward()
+    use(model)
+    forward(model, tokens(0, device)).backward()
+    assert captured_layers(model) == {None: LAYERS}
 
 
 @pytest.mark.parametrize("change", CHANGES)
