@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8booster.nn.graphs.call_state import who_saves
-from fp8booster.nn.graphs.values import Places, Refused, Unsupported, flatten, maker_of, versions_of
+from fp8booster.nn.graphs.values import Places, Refused, Unsupported, flatten, maker_of, marks_of
 from fp8booster.nn.linear.functional import once_differentiable
 from fp8booster.nn.weights.delivered import deliver_amax, delivered_amax
 from fp8booster.nn.weights.pinned import collected
@@ -178,7 +178,7 @@ def noted_breaks(allocated: Callable[[], tuple[int, int]], device: torch.device)
             flatten(args, given)
         except Unsupported as error:
             noted.why_not = f"what must run eagerly in it is given a {error}"
-        before_call = _marks(given)
+        before_call = marks_of(args)
         began = allocated()
         try:
             with handled_by(None):
@@ -187,7 +187,7 @@ def noted_breaks(allocated: Callable[[], tuple[int, int]], device: torch.device)
             collected.uses, collected.values_were_read = before
         kept, passing = (now - then for now, then in zip(allocated(), began, strict=True))
         noted.kept, noted.passing = noted.kept + kept, noted.passing + passing
-        if _marks(given) != before_call:
+        if marks_of(args) != before_call:
             noted.why_not = (
                 "what must run eagerly in it changes or hooks what it is given, of which graphs know nothing"
             )
@@ -202,11 +202,6 @@ def noted_breaks(allocated: Callable[[], tuple[int, int]], device: torch.device)
 
     with handled_by(note):
         yield noted
-
-
-def _marks(given: list[Tensor]) -> list[int]:
-    """Return numbers that change where a tensor is changed in place, or gets a hook for its gradient."""
-    return [*versions_of(given), *(len(each._backward_hooks or ()) for each in given)]
 
 
 class _Modes(NamedTuple):

@@ -31,7 +31,7 @@ from fp8booster.nn.graphs.held import Held
 from fp8booster.nn.graphs.pair import Freed, GraphPair, Moved
 from fp8booster.nn.graphs.recorder import Memory, Recorder
 from fp8booster.nn.graphs.static_call import parameters_of
-from fp8booster.nn.graphs.values import Refused, Unsupported, flatten, versions_of
+from fp8booster.nn.graphs.values import Refused, Unsupported, flatten, marks_of
 from fp8booster.nn.weights.pinned import Use, collected, collected_uses
 from fp8booster.scaling.steps import optimizer_steps
 
@@ -379,7 +379,7 @@ def _warm_up(
     with collected_uses() as uses, noted_breaks(allocated, device) as noted:
         end = None if record is None else record.timer()
         drawn, sent = random_state(device), observer.sent_bytes
-        drawn_on_host, versions, began = host_random_state(device), versions_of(given), time.perf_counter()
+        drawn_on_host, marks, began = host_random_state(device), marks_of((args, kwargs)), time.perf_counter()
         made = forward(*args, **kwargs)
         kind.host_seconds = min(kind.host_seconds, time.perf_counter() - began)
         if end is not None:
@@ -389,8 +389,8 @@ def _warm_up(
         kind.sends |= observer.sent_bytes > sent
     if kind.host_draws == WARM_UP:  # in fewer calls another thread may have drawn
         kind.why_not = "it draws random numbers on the host, which a replay would not"
-    if versions_of(given) != versions:
-        kind.why_not = "it changes what it is given in place, of which a replay has a copy"
+    if marks_of((args, kwargs)) != marks:  # also a list that it fills
+        kind.why_not = "it changes what it is given, of which a replay has a copy"
     if kind.results is not None and [each.kind for each in noted.results] != [each.kind for each in kind.results]:
         kind.why_not = "what must run eagerly in it gives other sizes, types or constants from call to call"
     if noted.why_not is not None:

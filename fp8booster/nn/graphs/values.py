@@ -100,6 +100,20 @@ def versions_of(tensors: Sequence[Tensor]) -> list[int]:
     return [each._version for each in tensors if not each.is_inference()]
 
 
+def marks_of(value: Any) -> tuple[Any, ...]:
+    """Return what changes where a call changes what it is given: tensors, containers of them, hooks of gradients.
+
+    Who compares two of these holds the tensors meanwhile.
+    """
+    tensors: list[Tensor] = []
+    try:
+        key = flatten(value, tensors)
+    except Unsupported as error:
+        key = str(error)
+    hooks = [len(each._backward_hooks or ()) for each in tensors]
+    return key, list(map(id, tensors)), versions_of(tensors), hooks
+
+
 class Places:
     """Tensors that stay where they are, to which those of each call are copied.
 

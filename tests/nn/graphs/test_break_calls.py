@@ -137,6 +137,12 @@ def hooked(self: Layer, x: torch.Tensor) -> torch.Tensor:
     return x * run_eagerly(call, x)
 
 
+def filled(self: Layer, x: torch.Tensor) -> torch.Tensor:
+    losses: list[torch.Tensor] = []
+    run_eagerly(lambda given, losses: losses.append(self.inside(given)), x, losses)
+    return x + losses[0]
+
+
 def elsewhere(self: Layer, x: torch.Tensor) -> torch.Tensor:
     return x * run_eagerly(lambda given: torch.ones(given.shape[-1], device="meta"), x).numel()
 
@@ -156,6 +162,7 @@ FROM_CALL_TO_CALL = "what must run eagerly in it gives other sizes, types or con
         (other_sizes, FROM_CALL_TO_CALL),
         (changed_in_place, CHANGES),
         (hooked, CHANGES),
+        (filled, CHANGES),
         (checkpointed, COMPUTED_AGAIN),
         (elsewhere, "what must run eagerly in it gives a tensor of another device"),
     ],

@@ -76,16 +76,58 @@ def write(layer: Layer, y: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
     return y
 
 
+CHANGES = "it changes what it is given, of which a replay has a copy"
+
+
 @pytest.mark.parametrize("which", ["the tensor", "a view of it"])
 def test_what_is_given_and_changed_in_place_is_changed_at_each_call(device: torch.device, which: str) -> None:
     model, kept = model_of(write, device), torch.zeros(2, 16, 32, device=device)
     of_call = torch.zeros(16, 32, device=device) if which == "the tensor" else kept[1]
-    assert (
-        reasons(model, device, kept=of_call)
-        == ["it changes what it is given in place, of which a replay has a copy"] * 2
-    )
+    assert reasons(model, device, kept=of_call) == [CHANGES] * 2
     model[0](given(9, device), kept=of_call)
     assert torch.equal(of_call, model[0].linear(given(9, device)))
+
+
+def append(layer: Layer, y: torch.Tensor, kept: list) -> torch.Tensor:
+    kept.append(y.square().mean())
+    return y
+
+
+def put_in_place(layer: Layer, y: torch.Tensor, kept: list) -> torch.Tensor:
+    kept[0]["loss"] = y.square().mean()
+    return y
+
+
+def take_out(layer: Layer, y: torch.Tensor, kept: list) -> torch.Tensor:
+    return y + kept[0].pop("loss")
+
+
+@pytest.mark.parametrize("change", [append, put_in_place, take_out])
+def test_containers_that_are_given_and_changed_are_changed_at_each_call(
+    device: torch.device, change: Callable[..., Any]
+) -> None:
+    model = model_of(change, device)
+    for step in range(WARM_UP + 2):
+        kept: list[Any] = [{"loss": torch.zeros((), device=device)}]
+        before = kept[0]["loss"]
+        model[0](given(step, device), kept=kept).sum().backward()
+        assert len(kept) > 1 or kept[0].get("loss") is not before
+    assert model[0].fp8_graphs.why_not == CHANGES
+
+
+def test_a_gradient_s_hook_is_called_in_each_backward(device: torch.device) -> None:
+    hooked: list[torch.Tensor] = []
+
+    def hook(layer: Layer, y: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        factor.register_hook(hooked.append)
+        return y * factor
+
+    model = model_of(hook, device)
+    for step in range(WARM_UP + 2):
+        factor = torch.ones(32, device=device, requires_grad=True)
+        model[0](given(step, device), factor=factor).sum().backward()
+        assert len(hooked) == step + 1
+    assert model[0].fp8_graphs.why_not == CHANGES
 
 
 def by_prompt(layer: Layer, y: torch.Tensor) -> torch.Tensor:
