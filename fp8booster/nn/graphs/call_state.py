@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 from collections.abc import Hashable
@@ -31,6 +32,26 @@ def host_random_state(device: torch.device) -> Hashable:
         None if of_numpy is None else (of_numpy["key"].tobytes(), of_numpy["pos"]),
         None if device.type == "cpu" else torch.get_rng_state().numpy().tobytes(),
     )
+
+
+def is_generator(value: object) -> bool:
+    """Tell whether an object draws random numbers: of Python's, NumPy's or torch's."""
+    numpy: Any = sys.modules.get("numpy")
+    of_numpy = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
+    return isinstance(value, (random.Random, torch.Generator, *of_numpy))
+
+
+def generator_state(generator: Any) -> Hashable:
+    """Return a state that changes when a generator draws; one that has none, as the system's, seems to do so always."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    if isinstance(generator, random.Random):
+        try:
+            return generator.getstate()
+        except NotImplementedError:
+            return object()
+    has_state = hasattr(generator, "bit_generator")
+    return pickle.dumps(generator.bit_generator.state if has_state else generator.get_state(legacy=False))
 
 
 def who_looks() -> str | None:

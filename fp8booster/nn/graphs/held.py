@@ -46,7 +46,7 @@ class Held:
         """Hooks that wait for parameters, with their modules."""
 
         reached = Reached(modules)
-        self.settings = reached.settings
+        self.settings, self.generators = reached.settings, reached.generators
         buffers = [each for module in modules for each in module._buffers.values() if each is not None]
         self.tensors = [*buffers, *reached.tensors]
         """Tensors that a forward may read, besides parameters."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +21,7 @@ from fp8booster.nn.graphs.breaks import COMPUTED_AGAIN, Result, breaking_at, not
 from fp8booster.nn.graphs.call_state import (
     CHECKPOINTING,
     autocast_dtype,
+    generator_state,
     host_random_state,
     is_checkpointed_alone,
     random_state,
@@ -147,8 +148,10 @@ class LayerGraphs:
                 self.why_not = TOO_EARLY
                 if self._changes > MOST_MOVES:
                     self.why_not = f"{self._changed} changes between calls"
-                with breaking_at(() if self._held is None else self._held.breaking):
-                    return _warm_up(kind, self.shared.record_on(given[0].device), forward, args, kwargs, given)
+                breaking, generators = ((), ()) if self._held is None else (self._held.breaking, self._held.generators)
+                record = self.shared.record_on(given[0].device)
+                with breaking_at(breaking):
+                    return _warm_up(kind, record, forward, args, kwargs, given, generators)
             pairs = 0 if kind is None else len(kind.pairs)
             pair = None if kind is None else self._pair(kind, forward, layer, args, kwargs, given)
             if kind is not None and pair is not None:
@@ -371,6 +374,7 @@ def _warm_up(
     args: tuple,
     kwargs: dict[str, Any],
     given: list[Tensor],
+    generators: Sequence[Any],
 ) -> Any:
     kind.calls += 1
     device = given[0].device
@@ -379,7 +383,8 @@ def _warm_up(
     with collected_uses() as uses, noted_breaks(allocated, device) as noted:
         end = None if record is None else record.timer()
         drawn, sent = random_state(device), observer.sent_bytes
-        drawn_on_host, marks, began = host_random_state(device), marks_of((args, kwargs)), time.perf_counter()
+        drawn_on_host, drawn_by_own = host_random_state(device), list(map(generator_state, generators))
+        marks, began = marks_of((args, kwargs)), time.perf_counter()
         made = forward(*args, **kwargs)
         kind.host_seconds = min(kind.host_seconds, time.perf_counter() - began)
         if end is not None:
@@ -387,7 +392,9 @@ def _warm_up(
         kind.draws |= random_state(device) != drawn
         kind.host_draws += host_random_state(device) != drawn_on_host
         kind.sends |= observer.sent_bytes > sent
-    if kind.host_draws == WARM_UP:  # in fewer calls another thread may have drawn
+        own_draws = list(map(generator_state, generators)) != drawn_by_own
+    # of the generators that all share another thread may have drawn in fewer calls
+    if own_draws or kind.host_draws == WARM_UP:
         kind.why_not = "it draws random numbers on the host, which a replay would not"
     if marks_of((args, kwargs)) != marks:  # also a list that it fills
         kind.why_not = "it changes what it is given, of which a replay has a copy"

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fp8booster.nn.fused.merged_layers import MergedLayers
+from fp8booster.nn.graphs.call_state import is_generator
 from fp8booster.nn.graphs.values import CONSTANTS, is_plain
 from fp8booster.nn.weights.casting import Casts
 
@@ -58,6 +59,9 @@ class Reached:
         self.settings: list[tuple[str, Any]] = []
         """Names and values of what is no tensor: equal where a forward finds the same."""
 
+        self.generators: list[Any] = []
+        """What draws random numbers, which changes unseen."""
+
         self._seen: dict[int, Any] = {}
         for module in modules:
             held = vars(module)
@@ -82,6 +86,8 @@ class Reached:
             for each in filter(vars(value).__contains__, _OF_OURS):
                 self._note(f"{name}.{each}", vars(value)[each], depth)
             return
+        if is_generator(value):
+            self.generators.append(value)
         inside = _inside(value) if depth else None
         if inside is None or len(inside) > MOST_HELD:
             # of a method another object is made each time

@@ -212,6 +212,36 @@ def test_random_numbers_of_the_host_are_drawn_at_each_call(device: torch.device,
     assert reasons(model, device) == ["it draws random numbers on the host, which a replay would not"] * 2
 
 
+GENERATORS: dict[str, Callable[[], Any]] = {
+    "of Python": lambda: random.Random(0),
+    "of the system": random.SystemRandom,
+    "of NumPy": lambda: np.random.default_rng(0),
+    "of old NumPy": lambda: np.random.RandomState(0),
+    "of torch": lambda: torch.Generator().manual_seed(0),
+}
+
+
+@pytest.mark.parametrize("which", GENERATORS)
+@pytest.mark.parametrize("draws", [True, False])
+def test_a_generator_of_a_layer_s_own_draws_at_each_call(device: torch.device, which: str, draws: bool) -> None:
+    drawn: list[float] = []
+
+    def add(layer: Layer, y: torch.Tensor) -> torch.Tensor:
+        generator = layer.prompt["generator"]
+        if len(drawn) == 2 or not draws:  # in two of the calls
+            return y
+        of_torch = isinstance(generator, torch.Generator)
+        drawn.append(torch.rand((), generator=generator).item() if of_torch else generator.random())
+        return y + drawn[-1]
+
+    model = model_of(add, device)
+    model[0].prompt = {"generator": GENERATORS[which]()}
+    expected = "it draws random numbers on the host, which a replay would not"
+    for step in range(WARM_UP + 1):
+        model[0](given(step, device)).sum().backward()
+    assert model[0].fp8_graphs.why_not == (expected if draws or which == "of the system" else None)
+
+
 def test_random_numbers_that_another_thread_draws_now_and_then_are_nobody_s(device: torch.device) -> None:
     drawn: list[float] = []
     model = model_of(lambda layer, y: y if len(drawn) > 2 else drawn.append(random.random()) or y, device)
