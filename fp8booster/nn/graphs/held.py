@@ -45,7 +45,7 @@ class Held:
         self.waits = [(hook, module) for module in modules for hook in waiting_hooks(module)]
         """Hooks that wait for parameters, with their modules."""
 
-        reached = Reached(modules)
+        reached = Reached(modules, everything)
         self.settings, self.generators = reached.settings, reached.generators
         buffers = [each for module in modules for each in module._buffers.values() if each is not None]
         self.tensors = [*buffers, *reached.tensors]

@@ -29,8 +29,32 @@ class Swish(nn.Module):
         return F.silu(x)
 
 
+class Scaled:
+    """A function that is an object."""
+
+    factor = 1.0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+    def method(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x)
+
+
+class Slots:
+    __slots__ = ("__factor", "unset")
+
+    def __init__(self, factor: float) -> None:
+        self.set(factor)
+
+    def set(self, factor: float) -> None:
+        self.__factor = factor
+
+
 class Layer(nn.Module):
     """Holds settings in many ways."""
+
+    cap = 1.0
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,6 +67,10 @@ class Layer(nn.Module):
         self.nested = {"default": {"scale": 1.0}}
         self.ordered, self.queue = OrderedDict(a=1.0), deque([1.0])
         self.masks, self.table = [torch.ones(32)], torch.ones(32)
+        self.scaled, self.method, self.slots = Scaled(), Scaled().method, Slots(1.0)
+        self.limits = type("Limits", (), {"cap": 1.0})
+        self.around = [nn.Module()]  # no child
+        self.around[0].inside = nn.BatchNorm1d(2)
         self.wide, self.shift = nn.Parameter(torch.ones(32, 32)), nn.Parameter(torch.zeros(32))
 
     def helper(self, x: torch.Tensor) -> torch.Tensor:
@@ -79,6 +107,14 @@ CHANGES: dict[str, Callable[[Layer], object]] = {
     "a deque": lambda layer: layer.queue.append(2.0),
     "a tensor in a list": lambda layer: layer.masks.__setitem__(0, torch.ones_like(layer.masks[0])),
     "the class of a module": change_class_forward,
+    "an object that is called": lambda layer: setattr(layer.scaled, "factor", 2.0),
+    "an object whose method is called": lambda layer: setattr(layer.method.__self__, "factor", 2.0),
+    "a slot": lambda layer: layer.slots.set(2.0),
+    "a slot that was empty": lambda layer: setattr(layer.slots, "unset", 2.0),
+    "a class": lambda layer: setattr(layer.limits, "cap", 2.0),
+    "a module that is no child": lambda layer: setattr(layer.around[0], "factor", 2.0),
+    "a number of its child": lambda layer: setattr(layer.around[0].inside, "eps", 2.0),
+    "a buffer of another module": lambda layer: layer.around[0].register_buffer("table", torch.ones(2)),
 }
 
 
@@ -121,6 +157,31 @@ def test_a_forward_put_into_a_class_is_seen(device: torch.device, monkeypatch: p
     monkeypatch.setattr(Swish, "forward", lambda self, x: x.tanh())
     step(model)
     assert captured_layers(model) == {TOO_EARLY: 2}
+
+
+@pytest.mark.parametrize(("cls", "name"), [(Scaled, "factor"), (Layer, "cap")])
+def test_a_number_put_into_a_class_is_seen(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, cls: type, name: str
+) -> None:
+    _, model = layers(device)
+    for _ in range(WARM_UP + 2):
+        step(model)
+    monkeypatch.setattr(cls, name, 2.0)
+    step(model)
+    assert captured_layers(model) == {TOO_EARLY: 2}
+
+
+def test_a_layer_that_refers_to_the_model_and_itself_is_captured(device: torch.device) -> None:
+    _, model = layers(device)
+    for layer in model:
+        layer.around += [model, layer, layer.linear]
+    for _ in range(2 * WARM_UP + 2):
+        step(model)
+    assert captured_layers(model) == {None: 2}
+    model[1].linear.weight = nn.Parameter(torch.zeros_like(model[1].linear.weight))
+    step(model)
+    assert captured_layers(model)[TOO_EARLY] >= 1
+    assert model[1].fp8_graphs.why_not == TOO_EARLY
 
 
 def test_equal_containers_are_the_same_setting(device: torch.device) -> None:
@@ -284,4 +345,4 @@ def test_long_containers_and_objects_of_libraries_are_not_looked_into() -> None:
     layer.labels, layer.random = dict.fromkeys(range(MOST_HELD + 1)), random.Random(0)
     layer.cycle = [layer.random]
     layer.cycle.append(layer.cycle)
-    assert Reached([layer]).holders == [vars(layer), layer.cycle]
+    assert Reached([layer], [layer]).holders == [vars(layer), layer.cycle]
