@@ -19,6 +19,7 @@ from fp8booster.nn.experts.batched import BatchedExperts, are_batched, skip_scor
 from fp8booster.nn.experts.fp8_experts import FP8Experts, are_experts, why_not
 from fp8booster.nn.experts.mixture import group_mixtures
 from fp8booster.nn.fused.merged_layers import merged_layers
+from fp8booster.nn.graphs import forget_graphs
 from fp8booster.nn.linear.frozen import FrozenLayer
 from fp8booster.nn.linear.layer import FP8Layer, FP8Linear, require_own_weights
 from fp8booster.nn.linear.low_rank import low_rank_adapters
@@ -109,6 +110,7 @@ def convert_to_fp8(
     require_own_weights(model)
     config = config_or_default(config)
     config = without_large_transposes(config, model)
+    forget_graphs(model)
     kinds = known_kinds(kinds)
     linears = [
         (name, module)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from fp8booster.nn.fused import fuse_model
-from fp8booster.nn.graphs import capture_as_configured
+from fp8booster.nn.graphs import capture_as_configured, forget_graphs
 from fp8booster.nn.linear.layer import FP8Layer
 
 
@@ -29,6 +29,7 @@ def fuse(model: nn.Module) -> str:
     Returns:
         What was fused and what was not, in a line.
     """
+    forget_graphs(model)  # which hold the memory of weights that are to be moved
     summary = fuse_model(model)
     for layer in model.modules():
         if isinstance(layer, FP8Layer):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -33,6 +33,11 @@ class CapturedLayer(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.fp8_graphs.run(super().forward, self, args, kwargs)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> CapturedLayer:
+        # the parameters may move to another device or dtype, and graphs would hold the memory where they were
+        self.fp8_graphs.forget()
+        return cast(CapturedLayer, super()._apply(fn, recurse))
 
 
 def capture_layers(model: nn.Module, *, only_where_host_limits: bool = False) -> int:

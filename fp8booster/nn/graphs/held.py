@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
@@ -38,7 +38,7 @@ class Held:
         self.modules = modules = [module for module in everything if module not in apart]
         """Modules that graphs hold."""
 
-        inside = [module for module in everything if module in apart]
+        self._inside = inside = [module for module in everything if module in apart]
         self._apart = [each for module in inside for each in module._parameters.values() if each is not None]
         self._are_trained = list(map(_REQUIRES_GRAD, self._apart))
         self._layer = layer
@@ -101,6 +101,10 @@ class Held:
             and list(map(_VERSION, self._on_host)) == self._numbers
             and list(map(_REQUIRES_GRAD, self._apart)) == self._are_trained
         )
+
+    def has_any_of(self, modules: Container[nn.Module]) -> bool:
+        """Tell whether the layer is or has one of some modules."""
+        return any(module in modules for module in chain(self.modules, self._inside))
 
     def changed_since(self, before: Held) -> str | None:
         """Return the name of a setting that is another than it was; None: all are the same."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+import weakref
+from collections.abc import Callable, Container, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -135,6 +136,7 @@ class LayerGraphs:
         self._changes, self._changed = 0, ""  # times in a row that graphs of other settings were forgotten, and a name
         self._writes = 0  # forwards in a row that have put other tensors into attributes
         self.why_not: str | None = TOO_EARLY  # why the last call in training was not replayed; None: it was
+        _ALL.add(self)
 
     def run(self, forward: Callable[..., Any], layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Return what a layer's forward gives: by a replay in training, once a call of the kind was captured."""
@@ -170,6 +172,20 @@ class LayerGraphs:
         finally:
             if not replayed:  # settings that the layer's own forward has changed are no reason to capture it anew
                 self._look(layer, settings_count=False)
+
+    def forget(self) -> None:
+        """Forget the graphs, and what the layer held, so that it can be freed; backwards that are awaited have theirs.
+
+        In training a look at the next call does so too; in evaluation nobody looks.
+        """
+        for pair in [each for kind in self._kinds.values() for each in kind.pairs if each.is_free]:
+            pair.free()  # who keeps a loss keeps the pair
+        self._kinds.clear()
+        self._held = None
+
+    def has_seen_any_of(self, modules: Container[nn.Module]) -> bool:
+        """Tell whether the layer is or has one of some modules, as a call in training has found it."""
+        return self._held is not None and self._held.has_any_of(modules)
 
     @property
     def breaks(self) -> set[str]:
@@ -357,6 +373,15 @@ class LayerGraphs:
     def __reduce__(self) -> tuple:
         return LayerGraphs, (self.shared,)
 
+
+def forget_graphs(model: nn.Module) -> None:
+    """Forget the graphs of all layers in a model, and of those that it is in, as it becomes another: see `forget`."""
+    modules = set(model.modules())
+    for graphs in [each for each in _ALL if each.has_seen_any_of(modules)]:
+        graphs.forget()
+
+
+_ALL: weakref.WeakSet[LayerGraphs] = weakref.WeakSet()
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 

@@ -258,11 +258,13 @@ class GraphPair:
         return self._record.let_go(gradient) if place is None else _Part.of(place.memory, gradient)
 
     def free(self) -> None:
-        """Give up the graphs, once: what runs next raises."""
+        """Give up the graphs: what runs next raises."""
+        if self.lacks_graphs:
+            return
         self.lacks_graphs = True
-        self._pinned.clear()
-        self._call.saved.clear()
-        self._call.breaks.clear()
+        self._call.free()
+        for held in (self._pinned, self._read, self._stay, self._written, self._places, self._gradients, self._outputs):
+            held.clear()
         del self._forward, self._backward
 
     @property
@@ -322,15 +324,15 @@ class GraphPair:
         return self._always.detach(), *(each.detach() for each in self._call.breaks[piece].trained_inputs)
 
     def _replay_backward(self, ticket: _Ticket, piece: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        if self.lacks_graphs:
-            raise RuntimeError(
-                "the CUDA graphs of this forward were freed before its backward, because a process group was "
-                "destroyed; run backward first"
-            )
         if ticket.used or self._ticket is None or self._ticket() is not ticket:
             raise RuntimeError(
                 "a layer captured into a CUDA graph goes backward a second time, and what it had saved is gone; run "
                 "the first backward with retain_graph=True"
+            )
+        if self.lacks_graphs:
+            raise RuntimeError(
+                "the CUDA graphs of this forward were freed before its backward, because a process group was "
+                "destroyed; run backward first"
             )
         is_first = piece == len(self._call.breaks)
         if not is_first and ticket.behind != piece + 1:

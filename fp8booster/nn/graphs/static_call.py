@@ -222,6 +222,13 @@ class StaticCall:
         self._live.clear()
         self._cuts.forward = self._cuts.backward = _nothing  # who cuts holds the graphs
 
+    def free(self) -> None:
+        """Let go of all tensors: autograd may hold the call for as long as a loss is kept."""
+        self.end()
+        self._args, self._kwargs, self._modules = (), {}, ()
+        for held in (self.inputs, self.saved, self.breaks, self.trained, self._wanted, self._leaves):
+            held.clear()
+
     def _run(self) -> None:
         enabled, dtype = self._autocast
         self.saved.clear()
