@@ -160,6 +160,8 @@ class LayerGraphs:
                 self._changes = 0
                 try:
                     made = pair.run(given)
+                    if collected.uses is not None:  # a layer around this one is called for the first times
+                        collected.uses += kind.uses
                     replayed = len(kind.pairs) == pairs  # a capture runs the layer's own forward too
                     return made
                 except Moved:  # begin anew with the kind
@@ -417,6 +419,7 @@ def _warm_up(
         kind.draws |= random_state(device) != drawn
         kind.host_draws += host_random_state(device) != drawn_on_host
         kind.sends |= observer.sent_bytes > sent
+        values_were_read = collected.values_were_read
         own_draws = list(map(generator_state, generators)) != drawn_by_own
     # of the generators that all share another thread may have drawn in fewer calls
     if own_draws or kind.host_draws == WARM_UP:
@@ -427,7 +430,7 @@ def _warm_up(
         kind.why_not = "what must run eagerly in it gives other sizes, types or constants from call to call"
     if noted.why_not is not None:
         kind.why_not = noted.why_not
-    if collected.values_were_read:
+    if values_were_read:
         kind.why_not = "it reads values of weights that are gathered in FP8 alone"
     kind.kept, kind.passing = (now - then for now, then in zip(allocated(), before, strict=True))
     kind.kept, kind.passing = kind.kept - noted.kept, kind.passing - noted.passing

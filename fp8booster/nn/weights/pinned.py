@@ -118,13 +118,17 @@ collected = _Thread()
 
 @contextmanager
 def collected_uses() -> Iterator[list[Use]]:
-    """Yield the list of what sources are asked inside, by this thread, each once."""
+    """Yield the list of what sources are asked inside, by this thread; who collects around it gets it too."""
     uses: list[Use] = []
+    around, were_read = collected.uses, collected.values_were_read
     collected.uses, collected.values_were_read = uses, False
     try:
         yield uses
     finally:
-        collected.uses = None
+        collected.uses = around
+        if around is not None:
+            around += uses
+            collected.values_were_read |= were_read
 
 
 @contextmanager

@@ -391,6 +391,17 @@ def test_uses_are_collected_as_they_were_asked_for_and_inside_alone(by_engine: b
     assert all(use.weights[0] is weights[0] for use in uses)
 
 
+def test_who_collects_uses_gets_those_that_others_collect_inside() -> None:
+    weights, casts, source = [nn.Parameter(torch.randn(32, 48))], Casts(CONFIG), CachedWeight()
+    with collected_uses() as uses:
+        source.forward(weights, casts, transpose=False)
+        with collected_uses() as inside:
+            source.forward(weights, casts, transpose=True)
+        source.forward(weights, casts, transpose=False)
+    assert [use.transpose for use in uses] == [False, True, False]
+    assert [use.transpose for use in inside] == [True]
+
+
 def test_scales_that_do_not_come_from_what_is_cast_are_noted() -> None:
     delayed = Casts.of_layer(FP8Config(scaling="delayed", emulate=True))
     assert CachedWeight().notes_of_scaling(Casts.of_layer(CONFIG)) == []
