@@ -115,7 +115,7 @@ def convert_to_fp8(
     linears = [
         (name, module)
         for name, module in model.named_modules()
-        if (is_linear(module) or unmixed(type(module)) in kinds) and not _is_elsewhere(module)
+        if (is_linear(module) or isinstance(module, tuple(kinds))) and not _is_elsewhere(module)
     ]
     by_role: dict[int, str] = {}
     heads, routers = heads_among(model, linears), _routers(model)

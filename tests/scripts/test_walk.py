@@ -13,7 +13,7 @@ FILES_AND_MOVES = {
     walk.MERGED: (17, 30),
     walk.PUBLISH: (12, 30),
     walk.REDUCTION: (17, 45),
-    walk.CONFIGURE: (47, 183),
+    walk.CONFIGURE: (48, 187),
 }
 """Limits: what a lone layer takes, and a little more than the other paths do. Whoever shortens one lowers its limit."""
 
