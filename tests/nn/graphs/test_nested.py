@@ -49,7 +49,8 @@ def test_the_layer_around_has_all_weights_pinned(device: torch.device, before: i
         assert capture_layers(outer) == 2
         for _ in range(before):
             for layer in outer.layers:
-                layer(torch.randn(16, FEATURES, device=device).bfloat16()).sum().backward()
+                x = torch.randn(16, FEATURES, device=device, dtype=torch.bfloat16, requires_grad=True)
+                layer(x).sum().backward()
     model.zero_grad()
     assert capture_layers(nn.ModuleDict({"layers": model})) == 2
     optimizers = [torch.optim.SGD(each.parameters(), lr=1e-3) for each in (eager, model)]
