@@ -7,6 +7,7 @@ from torch import nn
 from fp8booster.nn.fused import fuse_model
 from fp8booster.nn.graphs import capture_as_configured, forget_graphs
 from fp8booster.nn.linear.layer import FP8Layer
+from fp8booster.nn.modules import require_module
 
 
 def fuse(model: nn.Module) -> str:
@@ -28,7 +29,11 @@ def fuse(model: nn.Module) -> str:
 
     Returns:
         What was fused and what was not, in a line.
+
+    Raises:
+        TypeError: the model is no module.
     """
+    require_module(model)
     forget_graphs(model)  # which hold the memory of weights that are to be moved
     summary = fuse_model(model)
     for layer in model.modules():
