@@ -106,7 +106,7 @@ def test_codes_and_scales_have_their_dtypes(dtype: torch.dtype) -> None:
     try:
         codes, amaxes = encode_roots(groups)
         scaling = AutomaticScaling(4, groups.device)
-        scaling._set_mu(torch.tensor([0, 1000], dtype=torch.int64))
+        scaling._set_mu(scaling._next_mu(torch.tensor([0, 1000], dtype=torch.int64)))
     finally:
         torch.set_default_dtype(torch.float32)
     assert codes.dtype is torch.int8

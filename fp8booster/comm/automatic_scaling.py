@@ -133,12 +133,7 @@ class AutomaticScaling:
             "gradient scale", dist.get_world_size(group), counts.nbytes, "count of saturated", "all_reduce"
         )
         dist.all_reduce(counts, group=group)
-        # FP32 holds every whole number up to 2^24 alone, and a step casts more values than that
-        saturated, cast = counts.double()
-        # on the device, where the counts are: the host need not wait for them
-        factor = torch.where(saturated > SATURATED_AT_MOST * cast, self.mu.new_full((), 0.5), GROWTH)
-        # a step in which all messages were too small for FP8 says nothing about saturation
-        self._set_mu(self.mu * torch.where(cast > 0, factor, 1.0))
+        self._set_mu(self._next_mu(counts))
 
     @property
     def saved(self) -> dict[str, Tensor]:
@@ -165,6 +160,15 @@ class AutomaticScaling:
                 values.record_stream(here)
             total += values
         return total
+
+    def _next_mu(self, counts: Tensor) -> Tensor:
+        """Return mu after a step in which so many values saturated, of so many that were cast, [2]."""
+        # FP32 holds every whole number up to 2^24 alone, and a step casts more values than that
+        saturated, cast = counts.double()
+        # on the device, where the counts are: the host need not wait for them
+        factor = torch.where(saturated > SATURATED_AT_MOST * cast, self.mu.new_full((), 0.5), GROWTH)
+        # a step in which all messages were too small for FP8 says nothing about saturation
+        return self.mu * torch.where(cast > 0, factor, 1.0)
 
     def _set_mu(self, mu: Tensor) -> None:
         self.mu.copy_(mu)
