@@ -48,7 +48,7 @@ from fp8booster.optim.steps import clipping_divisor
 from fp8booster.optim.used_gradient import REFUSAL
 from fp8booster.reading import first_of
 
-_ADDS_UP = attrgetter("adds_up")
+_ADDS_UP, _NAME = attrgetter("adds_up"), attrgetter("name")
 
 
 class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
@@ -190,7 +190,7 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         # norms and sums too: they would hold up backward, and read what this stream writes
         with accelerator.stream(stream):
             # ranks that used other layers of the same sizes would add up gradients of different parameters
-            parts = self._reduced(bucket, gradients, tuple(each.name for each in trained))
+            parts = self._reduced(bucket, gradients, tuple(map(_NAME, trained)))
             if self.updates_in_backward:
                 self._update(dict(zip(trained, parts, strict=True)))
                 return
