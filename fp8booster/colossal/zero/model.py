@@ -24,7 +24,7 @@ class SavesMasters:
             self.update_master_params = MethodType(optimizer.update_master_params, self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of a module; the sums of gradients too, which ZeRO keeps apart from its parameters."""
+        """Forget the gradients of the parameters, and their sums, which ZeRO keeps apart."""
         super().zero_grad(set_to_none)
         if self.zero_optimizer is not None:
             self.zero_optimizer.zero_grad(set_to_none)
