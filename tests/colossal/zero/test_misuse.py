@@ -92,6 +92,7 @@ def test_states_of_a_parameter_without_a_gradient_are_saved_in_shards(tmp_path: 
     run.model.unwrap().dropped = {1}
     step(run, features())
     run.booster.save_optimizer(run.optimizer, str(tmp_path / "optimizer"), shard=True)
+    dist.barrier()  # the first rank writes, and all read
     again = boost(wire(), Layers(64, 64, 64, 64))
     again.booster.load_optimizer(again.optimizer, str(tmp_path / "optimizer"))
     saved, loaded = (each.optimizer.optim.state_dict()["state"] for each in (run, again))
