@@ -125,7 +125,7 @@ class ChannelFactors(State):
 
     @property
     def saved(self) -> dict[str, torch.Tensor]:
-        """As `State.saved`: the amaxes that the next cast of the weight finds its powers from, [K].
+        """Return, as `State.saved`, the amaxes that the next cast of the weight finds its powers from, [K].
 
         In a step that no optimizer has ended they are those of its own cast, which a resumed run does again.
         """

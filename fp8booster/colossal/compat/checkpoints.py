@@ -108,6 +108,22 @@ for _name, _where, _lines in (
 
 
 @wrap(
+    "zero.low_level.low_level_optim:LowLevelZeroOptimizer.state_dict_shard",
+    "884",
+    "an optimizer is saved in shards, and a trained parameter has never got a gradient",
+)
+def states_are_saved_of_what_was_stepped(upstream: Callable, self: Any, *args: Any, **kwargs: Any) -> Iterator[tuple]:
+    """Without it: KeyError, the number of that parameter, which has no states yet."""
+    whole = self.optim.state_dict()
+    whole["state"] = defaultdict(dict, whole["state"])
+    vars(self.optim)["state_dict"] = lambda: whole
+    try:
+        yield from upstream(self, *args, **kwargs)
+    finally:
+        del vars(self.optim)["state_dict"]
+
+
+@wrap(
     "checkpoint_io.utils:save_state_dict",
     "484-490",
     "weights are tied and on the CPU, and are saved with use_safetensors=True",
@@ -402,22 +418,6 @@ def moe_waits_before_saving(upstream: Callable, self: Any, model: nn.Module, *ar
     """Without it weights that ZeRO still gathers are saved as they are by then."""
     model._force_wait_all_gather()
     upstream(self, model, *args, **kwargs)
-
-
-@wrap(
-    "zero.low_level.low_level_optim:LowLevelZeroOptimizer.state_dict_shard",
-    "884",
-    "an optimizer is saved in shards, and a trained parameter has never got a gradient",
-)
-def states_are_saved_of_what_was_stepped(upstream: Callable, self: Any, *args: Any, **kwargs: Any) -> Iterator[tuple]:
-    """Without it: KeyError, the number of that parameter, which has no states yet."""
-    whole = self.optim.state_dict()
-    whole["state"] = defaultdict(dict, whole["state"])
-    vars(self.optim)["state_dict"] = lambda: whole
-    try:
-        yield from upstream(self, *args, **kwargs)
-    finally:
-        del vars(self.optim)["state_dict"]
 
 
 @wrap(

@@ -316,7 +316,10 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         self._publish(updated, works, amaxes)
 
     def _require_reduced(self) -> None:
-        """Raise RuntimeError where gradients wait to be reduced: a step would go without them, or by some of them."""
+        """Raise RuntimeError where gradients wait to be reduced: a step would go without them, or by some of them.
+
+        Warn once of parameters that were unfrozen too late to be trained.
+        """
         waiting = [each.name for each in self._trained.values() if each.working.grad is not None]
         if waiting:
             raise RuntimeError(

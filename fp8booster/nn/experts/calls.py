@@ -1,4 +1,4 @@
-"""What the report and CUDA graphs know of the calls of experts."""
+"""Keep what the report and CUDA graphs tell of the calls of experts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Calls:
         """Some were computed in grouped products."""
 
         self.reasons: dict[str, None] = {}
-        """Why others were not, in the order in which it was found."""
+        """Reasons for which others were not, in the order in which they were found."""
 
     @classmethod
     def by_mode(cls) -> dict[bool, Calls]:

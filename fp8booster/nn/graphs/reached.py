@@ -66,7 +66,7 @@ class Reached:
         """Names and values of what is no tensor: equal where a forward finds the same."""
 
         self.generators: list[Any] = []
-        """What draws random numbers, which changes unseen."""
+        """Generators of random numbers, which change unseen."""
 
         self._seen: dict[int, Any] = {}
         self._inside = set(map(id, inside))
