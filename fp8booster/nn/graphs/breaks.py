@@ -62,8 +62,8 @@ def _called(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -
 
 
 def is_captured() -> bool:
-    """Tell whether a graph is being made of what surrounds this: the host cannot wait for values."""
-    return _here.captures
+    """Tell whether a graph is being made of what surrounds this, also by a caller: the host cannot wait for values."""
+    return _here.captures or (torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing())
 
 
 @contextmanager

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from fp8booster.comm.observer import observer
-from fp8booster.kernels.device import is_captured
 from fp8booster.nn.graphs import recorder
-from fp8booster.nn.graphs.breaks import COMPUTED_AGAIN, Result, breaking_at, noted_breaks
+from fp8booster.nn.graphs.breaks import COMPUTED_AGAIN, Result, breaking_at, is_captured, noted_breaks
 from fp8booster.nn.graphs.call_state import (
     CHECKPOINTING,
     autocast_dtype,
@@ -142,6 +141,10 @@ class LayerGraphs:
         """Return what a layer's forward gives: by a replay in training, once a call of the kind was captured."""
         if not layer.training or torch.compiler.is_compiling():
             return forward(*args, **kwargs)
+        if is_captured():
+            # it has other leaves in place of its parameters now, and to free its graphs would break the capture off
+            self.why_not = "it goes into another CUDA graph"
+            return forward(*args, **kwargs)
         replayed = False
         given: list[Tensor] = []
         try:  # a second forward of checkpointing breaks off
@@ -250,8 +253,6 @@ class LayerGraphs:
             self.why_not = "it is given no tensor"
         elif not held.trains and True not in map(_REQUIRES_GRAD, given):
             self.why_not = "nothing in it or before it is trained"
-        elif is_captured(given[0]):
-            self.why_not = "it goes into another CUDA graph"
         elif kind is None and len({each.device for each in given}) > 1:
             # what lies on the host goes into a kernel as the number that it was at the capture
             self.why_not = "it is given tensors of several devices"

@@ -10,7 +10,7 @@ from torch import nn
 
 from fp8booster import FP8Config, convert_to_fp8
 from fp8booster.nn.graphs import capture_layers
-from fp8booster.nn.graphs.layer import WARM_UP
+from fp8booster.nn.graphs.layer import WARM_UP, LayerGraphs
 
 FEATURES = 32
 
@@ -37,6 +37,13 @@ class Outer(nn.Module):
         return self.last(x)
 
 
+def run_inner(outer: nn.Module, device: torch.device) -> None:
+    """One step of each layer inside by itself."""
+    for layer in outer.layers:
+        x = torch.randn(16, FEATURES, device=device, dtype=torch.bfloat16, requires_grad=True)
+        layer(x).sum().backward()
+
+
 @pytest.mark.usefixtures("record")
 @pytest.mark.parametrize("before", [0, WARM_UP + 2])
 def test_the_layer_around_has_all_weights_pinned(device: torch.device, before: int) -> None:
@@ -48,9 +55,7 @@ def test_the_layer_around_has_all_weights_pinned(device: torch.device, before: i
     for outer in model:
         assert capture_layers(outer) == 2
         for _ in range(before):
-            for layer in outer.layers:
-                x = torch.randn(16, FEATURES, device=device, dtype=torch.bfloat16, requires_grad=True)
-                layer(x).sum().backward()
+            run_inner(outer, device)
     model.zero_grad()
     assert capture_layers(nn.ModuleDict({"layers": model})) == 2
     optimizers = [torch.optim.SGD(each.parameters(), lr=1e-3) for each in (eager, model)]
@@ -69,3 +74,26 @@ def test_the_layer_around_has_all_weights_pinned(device: torch.device, before: i
         (kind,) = outer.fp8_graphs._kinds.values()
         read = {id(weight) for use in kind.uses for weight in use.weights}
         assert read == set(map(id, outer.parameters()))
+
+
+@pytest.mark.usefixtures("record")
+def test_a_capture_leaves_the_graphs_of_layers_inside(device: torch.device) -> None:
+    """Other leaves stand in place of their parameters, and CUDA forbids to free graphs in the midst of a capture."""
+    model = nn.ModuleList(Outer() for _ in range(2)).bfloat16().to(device)
+    convert_to_fp8(model, FP8Config(always=True, cuda_graphs=False))
+    capture_layers(model[0])
+    for _ in range(WARM_UP + 1):
+        run_inner(model[0], device)
+    graphs: list[LayerGraphs] = [layer.fp8_graphs for layer in model[0].layers]
+    kinds = [list(each._kinds.values()) for each in graphs]
+    assert [len(kind.pairs) for of_layer in kinds for kind in of_layer] == [1, 1]
+
+    capture_layers(nn.ModuleDict({"layers": model}))
+    for _ in range(WARM_UP + 1):
+        x = torch.randn(16, FEATURES, device=device, dtype=torch.bfloat16, requires_grad=True)
+        model[0](x).sum().backward()
+    assert model[0].fp8_graphs.why_not is None
+    assert [list(each._kinds.values()) for each in graphs] == kinds
+    for of_layer in kinds:
+        assert [pair.lacks_graphs for kind in of_layer for pair in kind.pairs] == [False]
+    assert [each.why_not for each in graphs] == ["it goes into another CUDA graph"] * 2
