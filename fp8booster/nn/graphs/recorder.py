@@ -151,22 +151,18 @@ class Recorder:
             RuntimeError: as above.
         """
         graphs: list[torch.cuda.CUDAGraph] = []
+        pools: list[Any] = []
+        # other threads, such as NCCL's watchdog, may ask for events meanwhile
+        mode = "relaxed" if across_threads else "thread_local"
 
         def begin() -> None:
             graph = torch.cuda.CUDAGraph()
-            pool = None if memory is None else memory.handle_for(graph)
-            # other threads, such as NCCL's watchdog, may ask for events meanwhile
-            graph.capture_begin(pool=pool, capture_error_mode="relaxed" if across_threads else "thread_local")
+            pools.append(torch.cuda.graph_pool_handle() if memory is None else memory.handle_for(graph))
+            graph.capture_begin(pool=pools[-1], capture_error_mode=mode)
             graphs.append(graph)
 
-        def end() -> None:
-            with warnings.catch_warnings():
-                # a piece may have nothing to compute, as backward from a sum to an eager call that is one of its terms
-                warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
-                graphs[-1].capture_end()
-
         def cut(made: Sequence[Tensor | None]) -> None:
-            end()
+            _end(graphs[-1])
             begin()
 
         # a collection in the midst may free a graph or an event, which a capture forbids
@@ -180,11 +176,10 @@ class Recorder:
                 try:
                     with observer.noted_at_replays() as note_calls:
                         made = work(cut)
+                    _end(graphs[-1])
                 except BaseException:
-                    with suppress(RuntimeError):  # it was invalid by then
-                        end()
+                    self._break_off(graphs[-1], pools[-1])
                     raise
-                end()
         finally:
             if collects:
                 gc.enable()
@@ -197,6 +192,19 @@ class Recorder:
                 note_calls()
 
         return [partial(replay, graph) for graph in graphs], made
+
+    def _break_off(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+        """End a capture that failed, so that the process draws random numbers and frees memory as before."""
+        with suppress(RuntimeError):  # it is invalid, or had ended
+            _end(graph)
+        # where `CUDAGraph.capture_end` raises, the allocator and the generator are still those of a capture
+        with suppress(RuntimeError):  # it was not so
+            torch.cuda.memory._cuda_endAllocateToPool(self._device.index, pool)
+            torch.cuda.memory._cuda_releasePool(self._device.index, pool)
+        with suppress(RuntimeError):  # what broke off says more
+            nothing = torch.cuda.CUDAGraph()
+            nothing.capture_begin(pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
+            _end(nothing)
 
     def timer(self) -> Callable[[], Callable[[], float | None]]:
         """Begin to time the GPU's work; return what ends that, and gives what tells the seconds: None until then."""
@@ -336,6 +344,13 @@ class Recorder:
         if key not in self._places:
             self._places[key] = torch.zeros_like(tensor)
         return self._places[key]
+
+
+def _end(graph: torch.cuda.CUDAGraph) -> None:
+    with warnings.catch_warnings():
+        # a piece may have nothing to compute, as backward from a sum to an eager call that is one of its terms
+        warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+        graph.capture_end()
 
 
 def recorder_for(device: torch.device) -> Recorder | None:

@@ -36,7 +36,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
         def capture_end(self) -> None:
             log.append("end")
-            if "broken" in log:
+            if log[-2] == "broken":
                 raise RuntimeError("the capture is invalid")
 
         def replay(self) -> None:
@@ -49,6 +49,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         log.append(f"off {stream.name}")
 
     pools = iter(("first pool", "second pool"))
+    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+        monkeypatch.setattr(torch.cuda.memory, name, lambda index, pool, name=name: log.append((name, pool)))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
@@ -77,7 +79,7 @@ def test_work_is_captured_on_a_stream_that_waits_and_is_waited_for(calls: list[A
 
     replay, made = recorder(work, memory)
     assert made == "made"
-    begin = [("begin", "first pool" if shared else None), "thread_local"]
+    begin = [("begin", "first pool"), "thread_local"]
     assert calls == [*BEFORE, *begin, "work", "end", *AFTER]
     assert collects == [False]  # what is collected may call what a capture forbids
     assert gc.isenabled()
@@ -144,7 +146,10 @@ def test_a_capture_that_breaks_off_is_ended_and_says_why(calls: list[Any], broke
         assert gc.isenabled() is collects
     finally:
         gc.enable()
-    assert "end" in calls
+    first, second = ([("begin", f"{number} pool"), "thread_local"] for number in ("first", "second"))
+    last = ["broken", "end"] if broken else ["end"]
+    given_up = [(f"_cuda_{name}", "first pool") for name in ("endAllocateToPool", "releasePool")]
+    assert calls == [*BEFORE, *first, *last, *given_up, *second, "end"]
     assert observer.note(lambda: None)  # the next call is noted at once again
 
 
@@ -307,6 +312,16 @@ def test_a_capture_on_a_gpu_that_breaks_off_leaves_it_usable() -> None:
         recorder(lambda: x.sum().item())
     assert gc.isenabled()
     assert not torch.cuda.is_current_stream_capturing()
+    torch.randn(16, device="cuda")
+    # what another stream has used is free when that is done: in a capture it would stay
+    side = torch.cuda.Stream()
+    before = torch.cuda.memory_stats()["active_bytes.all.current"]
+    used = torch.empty(2**24, device="cuda")
+    used.record_stream(side)
+    del used
+    torch.cuda.synchronize()
+    torch.empty(2**24, device="cuda")
+    assert torch.cuda.memory_stats()["active_bytes.all.current"] == before
     replay, (made,) = recorder(lambda: [x + 1])
     replay()
     assert made.eq(2).all()
