@@ -56,7 +56,7 @@ def main(
     held_out: Annotated[float, typer.Option(help="Share of the text that no run trains on, its end.")] = 0.01,
     kind: Annotated[
         list[str],
-        typer.Option(help="Text to evaluate on: code, prose, headers, a language as de, or NAME=PATH; repeat it."),
+        typer.Option(help="Text to evaluate on: code, prose, headers, seen, a language as de, NAME=PATH; repeat it."),
     ] = NONE,
     evaluate_every: Annotated[
         int, typer.Option(help="Steps between evaluations on held-out and other text (default: the end alone).")

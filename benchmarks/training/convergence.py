@@ -235,25 +235,36 @@ def part_table(found: Findings, variants: Sequence[str]) -> Table:
 
 
 def kind_table(found: Findings, variants: Sequence[str]) -> Table:
-    """The mean loss over the seeds on what was held out, and on text of each other kind."""
+    """Compare losses after the last step on what was held out, and on text of each other kind."""
     records: list[Record] = []
-    for kind, losses in {"held out": found.held_out, **{kind: _of_kind(found, kind) for kind in _kinds(found)}}.items():
-        of = {name: [each[name]["own"] for each in losses.values() if name in each] for name in variants}
-        records.append({"text": kind, "losses": {name: float(np.mean(own)) for name, own in of.items() if own}})
+    of_all = reference_of(variants)
+    for kind, losses in _texts(found).items():
+        for way, shown in (("own", ""), ("BF16", ", weights run in BF16")):
+            of = {name: [each[name][way] for each in losses.values() if name in each] for name in variants}
+            gaps = {name: _recorded(_gap(losses, name, of_all, way)) for name in variants if name != of_all}
+            mean = {name: float(np.mean(each)) for name, each in of.items() if each}
+            records.append({"text": kind + shown, "losses": mean, "differences": gaps})
     return Table(
         "kinds",
-        "Loss on text that no run has trained on",
+        "Loss on each text after the last step",
         [
             Column("text", lambda r: r["text"]),
-            *(Column(name, lambda r, name=name: _loss(r["losses"].get(name))) for name in variants),
+            Column(of_all, lambda r: _loss(r["losses"].get(of_all))),
+            *(Column(name, lambda r, name=name: _shown(r["differences"][name])) for name in variants if name != of_all),
         ],
         records,
-        "The mean over the seeds, as the run computes.",
+        f"The loss of {of_all} is the mean over the seeds; of the others the difference to it, of the same seed, "
+        "and its standard error. As the run computes, and by the same weights in plain BF16.",
     )
 
 
 def _loss(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
+
+
+def _texts(found: Findings) -> dict[str, Ends]:
+    """Return the findings on what was held out, and on text of each other kind, by its name."""
+    return {HELD_OUT: found.held_out, **{kind: _of_kind(found, kind) for kind in _kinds(found)}}
 
 
 def _kinds(found: Findings) -> list[str]:
@@ -360,10 +371,9 @@ def plot(stem: Path, found: Findings, variants: Sequence[str], title: str) -> li
         plot_differences(
             stem.with_name(drawn[-1]), title=title, x_label="M tokens", y_label=f"held-out {percent}", lines=ways
         )
-    texts = {"held out": found.held_out, **{kind: _of_kind(found, kind) for kind in _kinds(found)}}
     ends = {
         text: gaps
-        for text, losses in texts.items()
+        for text, losses in _texts(found).items()
         if (gaps := {name: each for name in lines if (each := _gap(losses, name, of_all, "own"))})
     }
     if ends:

@@ -54,7 +54,7 @@ def curve_table(found: Findings, variants: Sequence[str]) -> Table:
         records.append({"text": text, "tokens": tokens, "reference": mean, "differences": gaps})
     return Table(
         "curves",
-        "Loss on text that no run has trained on, on the way",
+        "Loss on each text on the way",
         [
             Column("text", lambda r: r["text"]),
             Column("M tokens", lambda r: f"{1e-6 * r['tokens']:.4g}"),

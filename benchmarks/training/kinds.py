@@ -1,4 +1,4 @@
-"""Text of other kinds than a campaign trains on, to evaluate on: what any machine with Python has installed."""
+"""Text to evaluate on: of other kinds than a campaign trains on, which any machine with Python has, or that itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fp8booster.cli.train.data import TokenFile, prepare_tokens
 from fp8booster.cli.train.options import TrainOptions
 from fp8booster.files import cache_folder, write_whole
 
-CODE, PROSE, HEADERS = "code", "prose", "headers"
+CODE, PROSE, HEADERS, SEEN = "code", "prose", "headers", "seen"
 _SUFFIXES = (".h", ".hpp", ".cuh")
 _LONGEST = 8 << 20  # characters of a kind: more than is held out of any text, and read in seconds
 _SHORTEST = 40  # characters of a message that is a sentence more than a label
@@ -25,8 +25,8 @@ def kind_of_text(given: str, trained_on: str, tokens: TokenFile, text_column: st
 
     Args:
         given: "code", Python's standard library; "prose", what installed packages say of themselves; "headers",
-            theirs of C, C++ and CUDA; the code of a language, as "de", messages of programs translated to it; or
-            NAME=PATH, as `fp8booster train --data`.
+            theirs of C, C++ and CUDA; the code of a language, as "de", messages of programs translated to it;
+            NAME=PATH, as `fp8booster train --data`; or "seen", the beginning of what is trained on.
         trained_on: the campaign's --data.
         tokens: what that became.
         text_column: of tables.
@@ -35,6 +35,8 @@ def kind_of_text(given: str, trained_on: str, tokens: TokenFile, text_column: st
         ValueError: the machine has no such text, or runs train on it.
     """
     name, named, path = given.partition("=")
+    if given == SEEN:
+        return SEEN, tokens
     if given == CODE and trained_on == "python":
         raise ValueError(
             "--kind code is the text that --data python trains on; give another --data, or --kind NAME=PATH"
@@ -58,8 +60,8 @@ def _written(read: Callable[[], Iterable[str]], kind: str) -> Path:
             kind, "messages of programs in a language of this code"
         )
         raise ValueError(
-            f"--kind is {kind!r}, and this machine has no {lacks}; use {CODE}, {PROSE}, {HEADERS}, the code of another "
-            "language, as de, or NAME=PATH"
+            f"--kind is {kind!r}, and this machine has no {lacks}; use {CODE}, {PROSE}, {HEADERS}, {SEEN}, the code of "
+            "another language, as de, or NAME=PATH"
         )
     text = "\n\n".join(documents)[:_LONGEST]
     path = cache_folder() / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:24]}.txt"

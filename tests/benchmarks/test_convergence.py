@@ -129,8 +129,10 @@ def test_text_of_each_kind_has_a_column_a_row_and_points(tmp_path) -> None:
     (row,) = [[column.show(record) for column in parts.columns] for record in parts.records]
     assert dict(zip([column.title for column in parts.columns], row, strict=True))["text of de"] == "+7.50 ± 2.50 %"
     assert [[column.show(record) for column in texts.columns] for record in texts.records] == [
-        ["held out", "3.0000", "3.0000"],
-        ["de", "3.0000", "3.2500"],
+        ["held out", "3.0000", "+0.00 ± 0.00 %"],
+        ["held out, weights run in BF16", "9.0000", "+0.00 ± 0.00 %"],
+        ["de", "3.0000", "+7.50 ± 2.50 %"],
+        ["de, weights run in BF16", "9.0000", "+0.00 ± 0.00 %"],
     ]
     assert len(plot(tmp_path / "a", found, [BF16, "FP8"], "title")) == 2
 
@@ -402,7 +404,8 @@ def test_runs_go_on_bit_for_bit(text, tmp_path, monkeypatch) -> None:
     )
     tokens = tokens_of(str(text), "text", job)
     (other := tmp_path / "other.txt").write_text("eleven and twelve are twenty-three.\n" * 300)
-    job = replace(job, tokens=tokens, kinds=(kind_of_text(f"words={other}", str(text), tokens, "text"),))
+    evaluated = [kind_of_text(each, str(text), tokens, "text") for each in (f"words={other}", "seen")]
+    job = replace(job, tokens=tokens, kinds=tuple(evaluated))
     variants = chosen(["bf16", "fp8-delayed", "fp8-lean"], [])
     watched = replace(job, evaluate_every=5, record=1)
     whole, parts = (Run.of(tmp_path / name, variants, [3], watched) for name in ("whole", "parts"))
@@ -432,7 +435,7 @@ def test_runs_go_on_bit_for_bit(text, tmp_path, monkeypatch) -> None:
         curves = one.folder.curves()
         assert other.folder.curves() == curves
         assert [tokens for tokens, _, _ in curves[HELD_OUT]] == [5 * 64, 10 * 64, 12 * 64]
-        assert list(curves) == [HELD_OUT, "words"]
+        assert list(curves) == [HELD_OUT, "words", "seen"]
         assert curves[HELD_OUT][0][1] > curves[HELD_OUT][-1][1] > 0 < curves[HELD_OUT][0][2]
         assert recorded(one.folder.scales, 12) == recorded(other.folder.scales, 12)
         assert one.folder.scales.exists() == (one.variant.label != BF16)
@@ -450,6 +453,7 @@ def test_runs_go_on_bit_for_bit(text, tmp_path, monkeypatch) -> None:
     assert lean["held_out"]["own"] != lean["held_out"]["BF16"]
     assert "14 of 15" in lean["layers"]
     assert bf16["kinds"]["words"]["own"] > bf16["held_out"]["own"] + 1  # it has not seen such text
+    assert bf16["kinds"]["seen"]["own"] < bf16["kinds"]["words"]["own"] - 1
     assert lean["kinds"]["words"]["own"] == pytest.approx(bf16["kinds"]["words"]["own"], rel=0.1)
     assert lean["kinds"] != bf16["kinds"]
 
@@ -559,6 +563,7 @@ def test_kinds_of_text_that_a_machine_has(text, tmp_path, monkeypatch) -> None:
     name, found = kind_of_text("de", str(text), tokens, "text")
     assert (name, found.vocabulary) == ("de", tokens.vocabulary)
     assert message in load_tokenizer(str(found.tokenizer)).decode(found.open())
+    assert kind_of_text("seen", str(text), tokens, "text") == ("seen", tokens)
     with pytest.raises(ValueError, match="--kind is 'tlh', and this machine has no messages of programs in a language"):
         kind_of_text("tlh", str(text), tokens, "text")
     (header := packages / "include" / "a.cuh").parent.mkdir()
