@@ -237,6 +237,7 @@ class PinnedCopy:
                 as_matrix(self._weights, source.is_transposed, place=matrix), transposed=transpose
             )
         )
+        self._cast_of = self.version()
 
     def serves(self, weights: Sequence[torch.Tensor], casts: Casts, transpose: bool) -> bool:
         """Tell whether it is of these weights where they are now, so cast."""
@@ -255,6 +256,10 @@ class PinnedCopy:
         if self._source.fresh(self._weights, self._casts) is not self._made:
             # into the memory that graphs read: they hold addresses, no tensors
             self._cast_again()
+            if (version := self.version()) != self._cast_of:
+                # for an eager backward that has waited since before a step; a replay raises no version
+                torch.autograd.graph.increment_version([each for each in self._made if each is not None])
+                self._cast_of = version
             self._source.put(self._weights, self._casts, self._made)
         return True
 

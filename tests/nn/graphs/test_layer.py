@@ -389,6 +389,25 @@ def test_a_step_between_forward_and_backward_is_noticed(device: torch.device) ->
 
 
 @pytest.mark.usefixtures("record")
+@pytest.mark.parametrize("steps", [False, True])
+def test_an_eager_backward_notices_that_a_replay_has_cast_its_weights_again(device: torch.device, steps: bool) -> None:
+    model = pair_of_models(device)[1]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for _ in range(WARM_UP + 1):
+        forward(model, tokens(0, device)).backward()
+    waits = forward(model, tokens(0, device, length=16))  # of a kind that was not captured
+    forward(model, tokens(1, device)).backward()
+    if steps:
+        optimizer.step()
+    forward(model, tokens(1, device)).backward()  # casts again, also where no step was
+    if steps:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            waits.backward()
+    else:
+        waits.backward()
+
+
+@pytest.mark.usefixtures("record")
 def test_a_second_backward_needs_a_graph_that_is_kept(device: torch.device) -> None:
     model = pair_of_models(device)[1]
     layer = model.model.layers[0]
