@@ -8,21 +8,19 @@ and a sample is the slowest rank's.
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import torch.distributed as dist
 import typer
 
-from benchmarks.harness import command, environment
+from benchmarks.harness import command
 from benchmarks.harness.plots import plot_lines
 from benchmarks.harness.results import Column, Record, Result, Table, spread
 from benchmarks.harness.statistics import Samples
 from benchmarks.transfers.calls import KEPT, calls, errors
+from benchmarks.transfers.ranks import head_of, join
 from fp8booster import comm, formats
 from fp8booster.cli.doctor.calls import COLLECTIVES, ENCODED, PLAIN, Bench
 from fp8booster.cli.doctor.links import smallest_that_gains
@@ -40,22 +38,6 @@ NOTE = (
     "shows twice the bandwidth. Wire bytes are those that leave a rank, scales and padding included. The error is root "
     "mean square over the result's, against the same collective of FP32 values."
 )
-
-
-def join(device: str) -> tuple[torch.device, environment.Gpu]:
-    """Join the ranks that torchrun started; the device of this one and its facts."""
-    if "LOCAL_RANK" in os.environ and torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    target, gpu = command.measured_device(device)
-    if "RANK" not in os.environ:
-        typer.echo("error: start it as `torchrun --nproc-per-node 8 -m benchmarks.collectives`", err=True)
-        raise typer.Exit(2)
-    if not dist.is_initialized():
-        cuda = target.type == "cuda"
-        dist.init_process_group(
-            "nccl" if cuda else "gloo", timeout=timedelta(minutes=2), device_id=target if cuda else None
-        )
-    return target, gpu
 
 
 def sent_by_plain(collective: str, payload: int, ranks: int) -> int:
@@ -155,7 +137,7 @@ def main(
     """Time collectives in FP8 compared with BF16, over the ranks that torchrun started."""
     if quick:
         mib, rounds = mib[::5], 3
-    target, gpu = join(device)
+    target, gpu = join(device, "collectives")
     bench = Bench(group_or_all(None), target, Encoding(format=FORMATS[format], block_size=block_size or None))
     records = [
         record
@@ -164,16 +146,13 @@ def main(
         for record in measure(name, size, bench, rounds=rounds, sample_ms=sample_ms)
     ]
     if bench.rank == 0:
-        deliver(records, bench, environment.head(gpu, commit=commit), json=json, out=out)
+        deliver(records, bench, head_of(bench, gpu, commit=commit), json=json, out=out)
     dist.barrier()
     dist.destroy_process_group()
 
 
 def deliver(records: list[Record], bench: Bench, head: dict[str, str], *, json: Path | None, out: Path | None) -> None:
     """Write what was measured."""
-    head["ranks"] = str(bench.ranks)
-    head["NCCL"] = ".".join(map(str, torch.cuda.nccl.version())) if bench.device.type == "cuda" else "gloo"
-    head["encoding"] = str(bench.encoding)
     result = Result(
         f"collectives-{bench.ranks}",
         f"Collectives of {bench.ranks} ranks in FP8 compared with BF16",

@@ -43,6 +43,10 @@ def errors(collective: str, bench: Bench, count: int) -> dict[str, float]:
     exact = build(dist, bench, count, torch.float32)()
     found = {}
     for name, module in ((PLAIN, dist), (ENCODED, comm)):
-        result = build(module, bench, count, torch.bfloat16)()
-        found[name] = ((result.float() - exact).square().mean() / exact.square().mean()).sqrt().item()
+        found[name] = relative_error(build(module, bench, count, torch.bfloat16)(), exact)
     return found
+
+
+def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
+    """Return the root mean square error over that of the exact values."""
+    return ((result.float() - exact).square().mean() / exact.square().mean()).sqrt().item()
