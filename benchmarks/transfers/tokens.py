@@ -1,0 +1,159 @@
+"""Tokens of a mixture that go to experts on other ranks and come back, in each form in which that is timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from fp8booster import FP8Config
+from fp8booster.cli.doctor.calls import Bench, Call
+from fp8booster.comm.rows import send_rows
+from fp8booster.kernels.cast import partial_amaxes
+from fp8booster.nn.experts.dispatch import Wire
+from fp8booster.nn.experts.fp8_rows import packed, received_rows
+from fp8booster.nn.experts.routing import Routes, count_rows, spread, spread_bytes, weighted_sum
+from fp8booster.nn.weights.casting import Casts
+from fp8booster.scaling import INPUT
+
+PLAIN, AS_CAST, ENCODED = "BF16, NCCL", "FP8, as cast", "FP8, encoded"
+DISPATCH, COMBINE = "dispatch", "combine"
+
+
+class Mixture(NamedTuple):
+    """Sizes: tokens of each rank, their values, experts of all ranks, and those of a token."""
+
+    tokens: int
+    hidden: int
+    experts: int
+    top_k: int
+
+    def choose(self, uneven: float, ranks: int, rank: int) -> torch.Tensor:
+        """Choose the experts of a rank's tokens at random, int64 [T, k].
+
+        Args:
+            uneven: rows of the first rank's experts over those of the last rank's; ranks between have numbers between.
+            ranks: over which the experts are spread.
+            rank: seeds the choice.
+
+        Raises:
+            ValueError: the experts cannot be chosen so.
+        """
+        if self.experts % ranks or uneven < 1:
+            raise ValueError(f"{self.experts} experts cannot be divided among {ranks} ranks, {uneven:g} to 1")
+        share = torch.linspace(uneven, 1, ranks, dtype=torch.float64).repeat_interleave(self.experts // ranks)
+        share *= self.top_k / share.sum()
+        if share.max() > 1:
+            raise ValueError(f"{uneven:g} to 1, a token would choose {share.max():.2f} times the same expert")
+        # of intervals as long as the shares, in random order, points at a distance of 1 hit each at most once, and as
+        # often as it is long; draws without replacement would hit those of the busiest rank less often
+        generator = torch.Generator().manual_seed(rank)
+        order = torch.rand(self.tokens, self.experts, generator=generator).argsort(1)
+        points = torch.rand(self.tokens, 1, generator=generator, dtype=torch.float64) + torch.arange(self.top_k)
+        hit = torch.searchsorted(share[order].cumsum(1), points, right=True)
+        return order.gather(1, hit.clamp_(max=self.experts - 1))
+
+
+class Work:
+    """The tokens of this rank, and how many of their rows go where; `uneven` as in `Mixture.choose`."""
+
+    def __init__(self, mixture: Mixture, uneven: float, bench: Bench) -> None:
+        self.bench, self.uneven = bench, uneven
+        chosen = mixture.choose(uneven, bench.ranks, bench.rank).to(bench.device)
+        self.routes = Routes.of(chosen, mixture.experts)
+        self.counts = count_rows(chosen, mixture.experts).view(bench.ranks, -1)
+        """int64 [ranks, experts of each], rows from this rank for each expert."""
+
+        loads = self.counts.new_empty(bench.ranks, bench.ranks)
+        dist.all_gather(list(loads), self.counts.sum(1), group=bench.group)
+        self.loads = loads.cpu()
+        """int64 [ranks, ranks], rows from each rank for the experts of each."""
+
+        self.sent, self.received = self.loads[bench.rank].tolist(), self.loads[:, bench.rank].tolist()
+        self.tokens = bench.values(mixture.tokens * mixture.hidden, torch.bfloat16).view(-1, mixture.hidden)
+        self.weights = bench.values(chosen.numel(), torch.bfloat16).view(chosen.shape).softmax(1)
+
+
+class Way(NamedTuple):
+    """One form of a dispatch or a combine."""
+
+    call: Call
+    """Gives the rows at the experts of this rank, or the weighted sum, [T, H]. Experts return rows as they came."""
+
+    row_bytes: int
+    """Bytes of a row as it is sent."""
+
+    values: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.float
+    """Gives the values of what `call` gives."""
+
+
+Ways = dict[str, dict[str, Way]]
+"""By `DISPATCH` and `COMBINE`, and by variant."""
+
+
+def in_high_precision(work: Work, dtype: torch.dtype) -> tuple[Way, Way]:
+    """Return dispatch and combine by torch's all-to-all, of rows in a dtype."""
+    tokens = work.tokens.to(dtype)
+
+    def exchange(rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        arrived = rows.new_empty(sum(received), rows.shape[1])
+        dist.all_to_all_single(arrived, rows, received, sent, group=work.bench.group)
+        return arrived
+
+    def dispatch() -> torch.Tensor:
+        return exchange(spread(tokens, work.routes), work.sent, work.received)
+
+    made = dispatch()
+
+    def combine() -> torch.Tensor:
+        return weighted_sum(exchange(made, work.received, work.sent), work.weights, work.routes)
+
+    return Way(dispatch, tokens[0].nbytes), Way(combine, tokens[0].nbytes)
+
+
+def encoded(work: Work, made: torch.Tensor) -> tuple[Way, Way]:
+    """Return dispatch and combine of rows that are encoded as messages; `made` is what experts return."""
+    # not `Wire.of`, which sends BF16 where that is faster
+    wire = Wire(work.bench.group, made.shape[1], made.dtype, work.bench.encoding, None)
+
+    def dispatch() -> torch.Tensor:
+        return wire.decode(wire.send(wire.encode(spread(work.tokens, work.routes)), work.sent, work.received))
+
+    def combine() -> torch.Tensor:
+        message = wire.send(wire.encode(made), work.received, work.sent)
+        return wire.summed(message, work.weights, work.routes)
+
+    row_bytes = wire.encode(work.tokens[:1]).nbytes
+    return Way(dispatch, row_bytes), Way(combine, row_bytes)
+
+
+def as_cast(work: Work) -> Way:
+    """Return the dispatch of tokens that are cast once, as `nn.experts.spread` sends them to products in FP8."""
+    tokens, group, casts = work.tokens, work.bench.group, Casts.of_layer(FP8Config())
+    amax = partial_amaxes(tokens).amax()
+    dist.all_reduce(amax, dist.ReduceOp.MAX, group)
+    cast = casts.quantize(INPUT, tokens, amax=amax)
+
+    def call() -> torch.Tensor:
+        partial_amaxes(tokens)  # of which ranks tell each other the largest with their counts
+        rows = spread_bytes(packed(casts.quantize(INPUT, tokens, amax=amax)), work.routes)
+        payload = len(rows) * tokens[0].nbytes
+        return send_rows(rows, work.sent, work.received, group, form=casts.scaling, payload=payload)()
+
+    def values(rows: torch.Tensor) -> torch.Tensor:
+        return received_rows(tokens, rows, cast, amax, lambda gradient: lambda: gradient).values().float()
+
+    return Way(call, packed(cast)[0].nbytes, values)
+
+
+def ways(work: Work) -> Ways:
+    """Return every variant but one-sided reads."""
+    plain = in_high_precision(work, torch.bfloat16)
+    message = encoded(work, plain[0].call())
+    # rows come back as messages in whichever form they went
+    return {
+        DISPATCH: {PLAIN: plain[0], AS_CAST: as_cast(work), ENCODED: message[0]},
+        COMBINE: {PLAIN: plain[1], AS_CAST: message[1], ENCODED: message[1]},
+    }
