@@ -27,7 +27,16 @@ from rich.console import Console
 from benchmarks.harness import command, environment
 from benchmarks.harness.results import Result
 from benchmarks.training.campaign import Place, places, work_off
-from benchmarks.training.convergence import Findings, course_table, end_table, kind_table, part_table, plot, read_runs
+from benchmarks.training.convergence import (
+    Findings,
+    course_table,
+    end_table,
+    forward_table,
+    kind_table,
+    part_table,
+    plot,
+    read_runs,
+)
 from benchmarks.training.curves import timed_tables
 from benchmarks.training.data import tokens_of
 from benchmarks.training.job import Job
@@ -36,7 +45,7 @@ from benchmarks.training.launch import is_launched
 from benchmarks.training.output import Output, describe, gpu_facts, head_of, show
 from benchmarks.training.records import Setting, place_of
 from benchmarks.training.runs import Run
-from benchmarks.training.variants import VARIANTS, chosen
+from benchmarks.training.variants import VARIANTS, chosen, forwards
 from fp8booster.cli.train.data import TokenFile
 from fp8booster.cli.train.key_values import fp8_config
 
@@ -61,6 +70,9 @@ def main(
     evaluate_every: Annotated[
         int, typer.Option(help="Steps between evaluations on held-out and other text (default: the end alone).")
     ] = 0,
+    evaluate_as: Annotated[
+        list[str], typer.Option(help="A variant in FP8 as which all weights run at the end, too; repeat it.")
+    ] = NONE,
     record: Annotated[
         int, typer.Option(help="Steps between samples of each FP8 tensor: outliers, zeros; 0 is none.")
     ] = 0,
@@ -107,8 +119,9 @@ def main(
         given = context.params | {"fp8_option": ["always=true", *fp8_option], "outlier": parse_outlier(outlier)}
         base = Job.from_options(given, warm_up=0)
         variants = chosen(variant, also)
-        for each in variants:
-            fp8_config(each.job(base, 0).fp8_options)
+        base = replace(base, forwards=forwards(evaluate_as, base))
+        for options in (*(each.job(base, 0).fp8_options for each in variants), *dict(base.forwards).values()):
+            fp8_config(options)
         if minutes is not None and runs is None:
             raise ValueError("--minutes ends runs that are to go on, and there is no --runs to go on from; add it")
         if is_launched():
@@ -256,6 +269,7 @@ def deliver(
         part_table(found, variants),
         *timed_tables(found, variants),
         kind_table(found, variants),
+        forward_table(found, variants),
         end_table(found, variants),
         course_table(found.losses, variants),
     ]

@@ -258,6 +258,36 @@ def kind_table(found: Findings, variants: Sequence[str]) -> Table:
     )
 
 
+def forward_table(found: Findings, variants: Sequence[str]) -> Table:
+    """Show what a forward in FP8 costs: the same weights run in each way, compared with plain BF16."""
+    records: list[Record] = []
+    for name in variants:
+        for text, losses in _texts(found).items():
+            runs = [each[name] for each in losses.values() if name in each]
+            ways = dict.fromkeys(way for run in runs for way in run if way not in ("error", BF16))
+            if name != BF16 and runs:
+                costs = {way: Difference.of([run[way] / run[BF16] - 1 for run in runs if way in run]) for way in ways}
+                records.append(
+                    {"variant": name, "text": text, "costs": {way: cost.as_record() for way, cost in costs.items()}}
+                )
+    shown = dict.fromkeys(way for record in records for way in record["costs"])
+    return Table(
+        "forward",
+        "What the rounding of the forward costs",
+        [
+            Column("trained as", lambda r: r["variant"]),
+            Column("text", lambda r: r["text"]),
+            *(
+                Column(f"run as {'trained' if way == 'own' else way}", lambda r, way=way: _shown(r["costs"].get(way)))
+                for way in shown
+            ),
+        ],
+        records,
+        "The loss of the same weights after the last step, run as the column says, over that in plain BF16, less one; "
+        "the mean over the seeds and its standard error.",
+    )
+
+
 def _loss(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
 

@@ -81,6 +81,14 @@ def of_kind(tokens: TokenFile, job: Job, device: torch.device) -> Iterator[torch
     yield from _in_order(tokens.open()[: len(_divided(job)[1])], job, device)
 
 
+def first_read(job: Job, device: torch.device) -> Iterator[torch.Tensor]:
+    """As much as is held out of what the first steps train on: [micro_batch, sequence], int64, on `device`."""
+    feed = batches(job, Replica(0, 1), device)  # replicas take turns, so all of them read these first
+    for number in range(len(_divided(job)[1]) // (job.micro_batch * job.sequence)):
+        step, part = divmod(number, job.micro_batches)
+        yield feed(step).split(job.micro_batch)[part]
+
+
 def _in_order(tokens: np.ndarray, job: Job, device: torch.device) -> Iterator[torch.Tensor]:
     size = job.micro_batch * job.sequence
     for begin in range(0, len(tokens) - size + 1, size):

@@ -76,6 +76,9 @@ class Job:
     """Names and texts of other kinds, to evaluate on."""
     evaluate_every: int = 0
     """Steps from one evaluation on these texts to the next; 0: after the last step alone."""
+    forwards: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """Names of ways to run the weights after the last step, besides as they trained and in plain BF16, and
+    `key=value` pairs for FP8Config of each."""
     outlier: tuple[int, float] | None = None
     """An output channel of the middle layer's gate and up, and a factor on its initial weights."""
     gradient_scale: float | None = None
@@ -184,6 +187,7 @@ class Job:
         if values["tokens"] is not None:
             values["tokens"] = _from_record(values["tokens"])
         values["kinds"] = tuple((name, _from_record(tokens)) for name, tokens in values.get("kinds", ()))
+        values["forwards"] = tuple((name, tuple(options)) for name, options in values.get("forwards", ()))
         return cls(**values)
 
 

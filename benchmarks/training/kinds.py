@@ -26,7 +26,7 @@ def kind_of_text(given: str, trained_on: str, tokens: TokenFile, text_column: st
     Args:
         given: "code", Python's standard library; "prose", what installed packages say of themselves; "headers",
             theirs of C, C++ and CUDA; the code of a language, as "de", messages of programs translated to it;
-            NAME=PATH, as `fp8booster train --data`; or "seen", the beginning of what is trained on.
+            NAME=PATH, as `fp8booster train --data`; or "seen", what the first steps train on.
         trained_on: the campaign's --data.
         tokens: what that became.
         text_column: of tables.

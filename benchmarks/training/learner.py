@@ -5,6 +5,7 @@ A run of a small model is bound by Python, so a step does nothing but train: los
 
 from __future__ import annotations
 
+import copy
 import faulthandler
 import math
 import os
@@ -23,14 +24,17 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.training.built_engine import BuiltEngine
-from benchmarks.training.data import batches, held_out, of_kind
+from benchmarks.training.data import batches, first_read, held_out, of_kind
 from benchmarks.training.engines import ENGINES
 from benchmarks.training.host import serve
 from benchmarks.training.job import Job
 from benchmarks.training.runs import HELD_OUT, NOT_FINITE, RunFolder
+from benchmarks.training.variants import BF16
 from benchmarks.training.worker import PRELOADED, cuda_begins_in_a_fork, facts_of, reason_of
+from fp8booster import convert_to_fp8, fuse
 from fp8booster.checkpoints import named_step, new_checkpoint, newest_checkpoint
 from fp8booster.cli.train.checkpoints import load_random_state, save_random_state
+from fp8booster.cli.train.key_values import fp8_config
 from fp8booster.nn.recording import record
 from fp8booster.training.models import build
 from fp8booster.training.optimizers import WarmupCosine
@@ -134,21 +138,33 @@ def _over_ranks(losses: list[torch.Tensor], late: bool, device: torch.device) ->
 def evaluate(built: BuiltEngine, job: Job, device: torch.device) -> dict[str, dict[str, float]]:
     """The mean loss on what was held out, and on text of each other kind, by its name.
 
-    "own" is as the run computes, "error" its standard error over the text, and "BF16" of its weights without FP8.
+    "own" is as the run computes, "error" its standard error over the text, and "BF16" of its weights without FP8. Those
+    of `job.forwards` stand under their names.
     """
     trained, plain = built.boosted.model.unwrap(), build(job.architecture.config(job.sequence), device=device)
     plain.load_state_dict(trained.state_dict())
     for name, buffer in plain.named_buffers():  # ZeRO rounds the rotary frequencies, which are in no state dict
         buffer.data = trained.get_buffer(name).data
+    ways = {BF16: plain} | {way: _in_fp8(plain, options) for way, options in job.forwards}
     return {
-        name: _evaluated(built.model, text()) | {"BF16": _evaluated(plain, text())["own"]}
+        name: _evaluated(built.model, text()) | {way: _evaluated(model, text())["own"] for way, model in ways.items()}
         for name, text in texts_of(job, device).items()
     }
 
 
+def _in_fp8(plain: torch.nn.Module, options: tuple[str, ...]) -> torch.nn.Module:
+    model = copy.deepcopy(plain)
+    convert_to_fp8(model, fp8_config(options))
+    fuse(model)
+    return model
+
+
 def texts_of(job: Job, device: torch.device) -> dict[str, Callable[[], Iterable[torch.Tensor]]]:
-    """What no step trains on, by its name: functions that give micro-batches."""
-    kinds = {name: partial(of_kind, tokens, job, device) for name, tokens in job.kinds}
+    """What is evaluated on, by its name: functions that give micro-batches."""
+    kinds = {
+        name: partial(first_read, job, device) if tokens == job.tokens else partial(of_kind, tokens, job, device)
+        for name, tokens in job.kinds
+    }
     return {HELD_OUT: partial(held_out, job, device), **kinds}
 
 

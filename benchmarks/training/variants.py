@@ -88,6 +88,19 @@ def chosen(keys: Sequence[str], also: Sequence[str]) -> list[Variant]:
     ]
 
 
+def forwards(keys: Sequence[str], base: Job) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Return `Job.forwards` of variants in FP8, by their keys, with the options of a campaign's job.
+
+    Raises:
+        ValueError: a key is another.
+    """
+    known = [key for key, variant in VARIANTS.items() if variant.engine == Variant.engine]
+    for key in keys:
+        if key not in known:
+            raise ValueError(f"--evaluate-as is {key!r}; use one of {', '.join(known)}")
+    return tuple((VARIANTS[key].label, VARIANTS[key].job(base, 0).fp8_options) for key in keys)
+
+
 def base_of(label: str) -> str | None:
     """Return the variant that one is compared with, by labels, as results have them."""
     for variant in VARIANTS.values():

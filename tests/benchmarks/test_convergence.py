@@ -26,6 +26,7 @@ from benchmarks.training.convergence import (
     course_table,
     differences,
     end_table,
+    forward_table,
     kind_table,
     part_table,
     plot,
@@ -37,7 +38,7 @@ from benchmarks.training.job import Job
 from benchmarks.training.kinds import kind_of_text
 from benchmarks.training.runs import HELD_OUT, NOT_FINITE, Run, RunFolder
 from benchmarks.training.samples import recorded, recorded_table
-from benchmarks.training.variants import BF16, FUSED, VARIANTS, chosen
+from benchmarks.training.variants import BF16, FUSED, VARIANTS, chosen, forwards
 from fp8booster.cli.train.data import load_tokenizer
 from fp8booster.monitor.scales import ScaleRow
 from fp8booster.monitor.sinks import JsonLines
@@ -135,6 +136,23 @@ def test_text_of_each_kind_has_a_column_a_row_and_points(tmp_path) -> None:
         ["de, weights run in BF16", "9.0000", "+0.00 ± 0.00 %"],
     ]
     assert len(plot(tmp_path / "a", found, [BF16, "FP8"], "title")) == 2
+
+
+def test_a_forward_is_compared_with_the_same_weights_in_bf16() -> None:
+    ends = [
+        {"own": own, "error": 0.1, BF16: 2.0, **others} for own, others in ((2.2, {"FP8, exact sums": 2.1}), (2.4, {}))
+    ]
+    found = Findings(
+        {seed: {BF16: FLAT, "FP8": FLAT} for seed in (0, 1)},
+        {seed: {BF16: {"own": 3.0, BF16: 3.0}, "FP8": ends[seed]} for seed in (0, 1)},
+    )
+    table = forward_table(found, [BF16, "FP8"])
+    assert [column.title for column in table.columns[2:]] == ["run as trained", "run as FP8, exact sums"]
+    assert [[column.show(record) for column in table.columns] for record in table.records] == [
+        ["FP8", HELD_OUT, "+15.00 ± 5.00 %", "+5.00 %"]
+    ]
+    with pytest.raises(ValueError, match="--evaluate-as is 'bf16'; use one of fp8, "):
+        forwards(["fp8", "bf16"], Job())
 
 
 def test_tokens_to_a_loss_lie_between_evaluations() -> None:
@@ -405,7 +423,7 @@ def test_runs_go_on_bit_for_bit(text, tmp_path, monkeypatch) -> None:
     tokens = tokens_of(str(text), "text", job)
     (other := tmp_path / "other.txt").write_text("eleven and twelve are twenty-three.\n" * 300)
     evaluated = [kind_of_text(each, str(text), tokens, "text") for each in (f"words={other}", "seen")]
-    job = replace(job, tokens=tokens, kinds=tuple(evaluated))
+    job = replace(job, tokens=tokens, kinds=tuple(evaluated), forwards=forwards(["fp8", "fp8-rowwise"], job))
     variants = chosen(["bf16", "fp8-delayed", "fp8-lean"], [])
     watched = replace(job, evaluate_every=5, record=1)
     whole, parts = (Run.of(tmp_path / name, variants, [3], watched) for name in ("whole", "parts"))
@@ -451,6 +469,10 @@ def test_runs_go_on_bit_for_bit(text, tmp_path, monkeypatch) -> None:
     assert bf16["held_out"]["own"] < whole[0].folder.losses()[0]
     assert lean["held_out"]["own"] == pytest.approx(lean["held_out"]["BF16"], rel=1e-2)
     assert lean["held_out"]["own"] != lean["held_out"]["BF16"]
+    for end in (bf16, lean):  # the weights of either, in FP8 as neither trains
+        for text in (end["held_out"], *end["kinds"].values()):
+            assert text["FP8, rowwise"] == pytest.approx(text["BF16"], rel=1e-2)
+            assert len({text[way] for way in ("BF16", "FP8", "FP8, rowwise")}) == 3
     assert "14 of 15" in lean["layers"]
     assert bf16["kinds"]["words"]["own"] > bf16["held_out"]["own"] + 1  # it has not seen such text
     assert bf16["kinds"]["seen"]["own"] < bf16["kinds"]["words"]["own"] - 1
