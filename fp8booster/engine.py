@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from fp8booster.config import FP8Config
@@ -43,7 +43,32 @@ class Engine:
             config: as the user gave it.
             argument: its name.
         """
-        default = FP8Config()
+        return [
+            f"{argument}.{name}={attrgetter(name)(config)!r} has no effect: {reason}"
+            for name, reason in self._unused(config).items()
+        ]
+
+    def used(self, config: FP8Config) -> FP8Config:
+        """Return a configuration with defaults in place of the options that have no effect here."""
+        for name in self._unused(config):
+            default = attrgetter(name)(_DEFAULT)
+            of, _, part = name.partition(".")
+            config = replace(config, **{of: replace(getattr(config, of), **{part: default}) if part else default})
+        return config
+
+    def used_with_warnings(self, config: FP8Config, *, stacklevel: int) -> FP8Config:
+        """Return what `used` does, and warn of each option that has no effect.
+
+        Args:
+            config: as in `no_effect`.
+            stacklevel: as of `warnings.warn`, counted from the caller, which is 1.
+        """
+        for sentence in self.no_effect(config):
+            warnings.warn(sentence, stacklevel=stacklevel + 1)
+        return self.used(config)
+
+    def _unused(self, config: FP8Config) -> dict[str, str]:
+        """Return the reasons of the options without effect that differ from their defaults."""
         reasons = {
             "weight_copies.high_precision": self.high_precision_weights,
             "weight_copies.transposes": self.transposes,
@@ -54,21 +79,14 @@ class Engine:
             "cuda_graphs": self.cuda_graphs if config.cuda_graphs else None,
             "gradient_accumulation": self.gradient_accumulation,
         }
-        return [
-            f"{argument}.{name}={value!r} has no effect: {reason}"
+        return {
+            name: reason
             for name, reason in reasons.items()
-            if reason is not None and (value := attrgetter(name)(config)) != attrgetter(name)(default)
-        ]
+            if reason is not None and attrgetter(name)(config) != attrgetter(name)(_DEFAULT)
+        }
 
-    def warn_of(self, config: FP8Config, *, stacklevel: int) -> None:
-        """Warn of each option that has no effect.
 
-        Args:
-            config: as in `no_effect`.
-            stacklevel: as of `warnings.warn`, counted from the caller, which is 1.
-        """
-        for sentence in self.no_effect(config):
-            warnings.warn(sentence, stacklevel=stacklevel + 1)
+_DEFAULT = FP8Config()
 
 
 DDP = Engine(

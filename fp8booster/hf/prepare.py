@@ -97,7 +97,7 @@ def convert(
     plugin = None if state is None else _sharding_of(state, model)
     if state is not None:
         _warn_of_lone_ranks(state)
-    (DDP if plugin is None else FSDP).warn_of(config, stacklevel=3)
+    config = (DDP if plugin is None else FSDP).used_with_warnings(config, stacklevel=3)
     device = next((each.device for each in model.parameters()), torch.device("cpu")) if state is None else state.device
     require_fp8(device, config.emulate, config.granularity)
     if not config.fused:

@@ -203,10 +203,10 @@ def _prepared(model: nn.Module, config: FP8Config | None, function: str, engine:
     if config is None and held is not None:
         config = held
         # nobody need have asked for no transposes: a large model is converted so
-        engine.warn_of(replace(held, weight_copies=replace(held.weight_copies, transposes=None)), stacklevel=3)
+        given = replace(held, weight_copies=replace(held.weight_copies, transposes=None))
+        engine.used_with_warnings(given, stacklevel=3)
     else:
-        config = config_or_default(config)
-        engine.warn_of(config, stacklevel=3)
+        config = engine.used_with_warnings(config_or_default(config), stacklevel=3)
         if not config.fused:
             leave_unfused(model)
     if config is not held:

@@ -114,6 +114,8 @@ class FP8Plugin(Plugin):
         self.no_effect = [] if fp8_config is None else self._find_no_effect()
         for sentence in self.no_effect:
             self.logger.warning(sentence, ranks=[0])
+        if use_fp8:
+            self.fp8_config = self.engine.used(self.fp8_config)
 
     def require_support(self, arguments: Mapping[str, Any]) -> None:
         """Raise ImportError where what is installed does not serve these arguments of the constructor."""
