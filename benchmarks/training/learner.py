@@ -60,6 +60,8 @@ def learn(task: dict[str, Any]) -> None:
     if cuda:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=task["limit_s"]))
+    for _, options in job.forwards:  # what cannot run so is refused before the training, without memory for weights
+        _in_fp8(build(job.architecture.config(job.sequence), device=torch.device("meta")), options)
     built = make(job, device)
     folder = RunFolder(Path(task["folder"]))
     records = given.record and facts_of(built.model)["layers"] is not None

@@ -438,6 +438,10 @@ def test_runs_go_on_bit_for_bit(text, tmp_path, monkeypatch) -> None:
         )
     )
     assert set(train([*whole, *unwatched, unevaluated, *tiny, *broken, *between]).values()) == {None}
+    no_layer = (("ends", ("high_precision_ends=1", "emulate=true")),)
+    refused = Run.of(tmp_path / "refused", variants[:1], [3], replace(job, forwards=no_layer))
+    assert "no layer of the model would compute in FP8" in str(*train(refused).values())
+    assert not refused[0].folder.losses()
     # late after the last step, a run evaluates when it is begun again
     for steps, ended in ((5, False), (10, False), (12, False), (12, True)):
         with monkeypatch.context() as patch:
