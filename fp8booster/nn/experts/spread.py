@@ -27,7 +27,7 @@ from fp8booster.nn.experts.dispatch import Wire
 from fp8booster.nn.experts.fp8_rows import FP8Rows, packed, received_rows, why_not_before_sending
 from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.experts.routing import Routes, spread, spread_bytes, sum_of_rows
-from fp8booster.nn.graphs.breaks import is_captured, run_eagerly
+from fp8booster.nn.graphs.breaks import in_a_capture, run_eagerly
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.delivered import delivered_amax
 from fp8booster.scaling import INPUT
@@ -207,7 +207,7 @@ class Spread:
         numbers = self._told(chosen, tokens, casts, experts)
         # the host waits for the numbers alone: what is queued behind them keeps the GPU busy when the host goes on. A
         # graph cannot tell when they are there
-        copy = None if is_captured() else HostCopy(numbers)
+        copy = None if in_a_capture() else HostCopy(numbers)
         routes = Routes.of(chosen, self.experts)
         cast = None if casts is None else _cast(tokens, casts, numbers[1, :, self.held], routes)
         message = wire.encoded(spread(tokens, routes)) if cast is None else None

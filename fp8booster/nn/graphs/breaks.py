@@ -61,7 +61,7 @@ def _called(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -
     return function(*args, **kwargs)
 
 
-def is_captured() -> bool:
+def in_a_capture() -> bool:
     """Tell whether a graph is being made of what surrounds this, also by a caller: the host cannot wait for values."""
     return _here.captures or (torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing())
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fp8booster.comm.observer import observer
 from fp8booster.nn.graphs import recorder
-from fp8booster.nn.graphs.breaks import COMPUTED_AGAIN, Result, breaking_at, is_captured, noted_breaks
+from fp8booster.nn.graphs.breaks import COMPUTED_AGAIN, Result, breaking_at, in_a_capture, noted_breaks
 from fp8booster.nn.graphs.call_state import (
     CHECKPOINTING,
     autocast_dtype,
@@ -141,7 +141,7 @@ class LayerGraphs:
         """Return what a layer's forward gives: by a replay in training, once a call of the kind was captured."""
         if not layer.training or torch.compiler.is_compiling():
             return forward(*args, **kwargs)
-        if is_captured():
+        if in_a_capture():
             # it has other leaves in place of its parameters now, and to free its graphs would break the capture off
             self.why_not = "it goes into another CUDA graph"
             return forward(*args, **kwargs)
