@@ -239,7 +239,7 @@ def kind_table(found: Findings, variants: Sequence[str]) -> Table:
     records: list[Record] = []
     of_all = reference_of(variants)
     for kind, losses in _texts(found).items():
-        for way, shown in (("own", ""), ("BF16", ", weights run in BF16")):
+        for way, shown in (("own", ""), (BF16, ", weights run in BF16")):
             of = {name: [each[name][way] for each in losses.values() if name in each] for name in variants}
             gaps = {name: _recorded(_gap(losses, name, of_all, way)) for name in variants if name != of_all}
             mean = {name: float(np.mean(each)) for name, each in of.items() if each}

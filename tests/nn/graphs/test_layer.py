@@ -399,7 +399,7 @@ def test_an_eager_backward_notices_that_a_replay_has_cast_its_weights_again(devi
     forward(model, tokens(1, device)).backward()
     if steps:
         optimizer.step()
-    forward(model, tokens(1, device)).backward()  # casts again, also where no step was
+    forward(model, tokens(1, device)).backward()
     if steps:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             waits.backward()
