@@ -140,9 +140,10 @@ def _over_ranks(losses: list[torch.Tensor], late: bool, device: torch.device) ->
 def evaluate(built: BuiltEngine, job: Job, device: torch.device) -> dict[str, dict[str, float]]:
     """The mean loss on what was held out, and on text of each other kind, by its name.
 
-    "own" is as the run computes, "error" its standard error over the text, and "BF16" of its weights without FP8. Those
-    of `job.forwards` stand under their names.
+    "own" is as the run computes, "error" its standard error over the text, and "BF16" of its weights without FP8: the
+    values of the masters, not those of FP8 copies. Those of `job.forwards` stand under their names.
     """
+    built.boosted.gather_masters()
     trained, plain = built.boosted.model.unwrap(), build(job.architecture.config(job.sequence), device=device)
     plain.load_state_dict(trained.state_dict())
     for name, buffer in plain.named_buffers():  # ZeRO rounds the rotary frequencies, which are in no state dict

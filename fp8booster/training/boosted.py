@@ -114,6 +114,14 @@ class BoostedModel:
         else:  # Colossal-AI's wrapper has clipped when it steps the optimizer in it
             self.optimizer.unwrap().register_step_pre_hook(lambda *_: call())
 
+    def gather_masters(self) -> None:
+        """Give the weights the values of their masters under ZeRO, as checkpoints do; every rank calls it.
+
+        Between steps those of FP8 layers have the values of their FP8 copies.
+        """
+        if hasattr(self.model, "_force_wait_all_gather"):
+            self.model._force_wait_all_gather()
+
     def save(self, folder: Path, codes: bool = False) -> None:
         """Write `model/`, in Hugging Face's format, `optimizer/`, as Booster does, and `masters/`; every rank calls it.
 
@@ -132,8 +140,7 @@ class BoostedModel:
         if (holder := self._adapters) is not None:
             # Colossal-AI copies the whole model to the host for it, finds no adapters in mixed precision under DDP, and
             # has nothing for FSDP
-            if hasattr(self.model, "_force_wait_all_gather"):
-                self.model._force_wait_all_gather()
+            self.gather_masters()
             save_adapters(holder, folder / "model", writes=dist.get_rank() == 0)
         else:
             self.booster.save_model(self.model, str(folder / "model"), shard=True, use_safetensors=True)
