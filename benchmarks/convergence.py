@@ -32,6 +32,7 @@ from benchmarks.training.convergence import (
     course_table,
     end_table,
     forward_table,
+    joined_head,
     kind_table,
     part_table,
     plot,
@@ -220,9 +221,7 @@ def join(
         found, variants, runs = read_runs(files)
     except ValueError as error:
         command.refuse(str(error))
-    head = runs[0]["head"] | {"command": environment.command_line()}
-    head["command of the first run"] = runs[0]["head"]["command"]
-    head["dates"] = ", ".join(run["head"]["date"] for run in runs)
+    head = joined_head(files, runs) | {"command": environment.command_line()}
     there = {f"seed {seed}, {variant}" for seed, of_seed in found.losses.items() for variant in of_seed}
     left_out = {name: reason for run in runs for name, reason in run["left_out"].items() if name not in there}
     count = len({*found.losses, *found.not_finite})

@@ -93,32 +93,59 @@ def read_runs(files: Sequence[Path]) -> tuple[Findings, list[str], list[dict[str
     joined = Findings()
     variants: dict[str, None] = {}
     runs = []
+    alike: dict[str, tuple[Path, str | None]] = {}
+    of: dict[tuple[int, str], Path] = {}
     for file in files:
-        found = json.loads(file.read_text())
-        if "ends" not in found.get("tables", {}):
-            raise ValueError(f"{file} is not a result of `benchmarks.convergence --json`")
-        runs.append(found)
-        for line in COMPARED:
-            one, other = (_compared(each["head"], line) for each in (found, runs[0]))
-            if one != other:
+        runs.append(_read(file))
+        head = runs[-1]["head"]
+        for line in (*COMPARED, *(line for line in head if line.startswith(OF_KIND))):
+            compared = _compared(head, line)
+            first, known = alike.setdefault(line, (file, compared))
+            if compared != known:
                 raise ValueError(
-                    f"{file} differs in {line} from {files[0]}: {one} and {other}; "
+                    f"{file} differs in {line} from {first}: {compared} and {known}; "
                     "join runs that differ in their seeds or variants alone"
                 )
-        for record in found["tables"]["ends"]:
+        for record in runs[-1]["tables"]["ends"]:
             if "losses" not in record:
                 continue  # the mean over seeds
             seed = int(record["seed"])
+            # one that ended elsewhere may not have been finite here
+            for variant in {**record["losses"], **record.get("not_finite", {})}:
+                if (other := of.setdefault((seed, variant), file)) is not file:
+                    raise ValueError(f"{file} has seed {seed} of {variant}, which {other} has too; leave one out")
+                variants[variant] = None
             for name in KEPT:
-                of_seed = getattr(joined, name).setdefault(seed, {})
-                for variant, value in record.get(name, {}).items():
-                    if variant in of_seed:
-                        raise ValueError(f"{file} has seed {seed} of {variant}, which another file has too")
-                    of_seed[variant] = value
-                    variants[variant] = None
+                getattr(joined, name).setdefault(seed, {}).update(record.get(name, {}))
     for name in KEPT:
         setattr(joined, name, dict(sorted(getattr(joined, name).items())))
     return joined, in_order(variants), runs
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text())
+        if found["tables"]["ends"] and found["head"]:
+            return found
+    except (ValueError, TypeError, LookupError):
+        pass
+    raise ValueError(f"{file} is not a result of `benchmarks.convergence --json`; leave it out")
+
+
+def joined_head(files: Sequence[Path], runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the head of results that were joined: each line with the values of all, dates and commits by file."""
+    values: dict[str, dict[str, None]] = {}
+    for run in runs:
+        for line, value in run["head"].items():
+            values.setdefault(line, {})[value] = None
+    # a text has other names elsewhere
+    one = ("command", "training", "text", *(line for line in values if line.startswith(OF_KIND)))
+    head = {line: next(iter(of_all)) if line in one else "; ".join(of_all) for line, of_all in values.items()}
+    head["command of the first run"] = head["command"]
+    each = (
+        f"{file.stem} {run['head']['date']}, {run['head'].get('commit')}" for file, run in zip(files, runs, strict=True)
+    )
+    return head | {"date": max(values["date"]), "runs": "; ".join(each)}
 
 
 KEPT = ("losses", "held_out", "kinds", "curves", "speeds", "recorded", "not_finite")
@@ -128,10 +155,15 @@ KEPT = ("losses", "held_out", "kinds", "curves", "speeds", "recorded", "not_fini
 COMPARED = ("GPU", "ranks", "training", "text")
 """Lines of the head that must be alike; results of before have no "text"."""
 
+OF_KIND = "text of "
+"""Lines of the head that must be alike where two results have them: texts of other kinds."""
+
 
 def _compared(head: Mapping[str, str], line: str) -> str | None:
     """A line of the head, in which a digest stands for the text, whatever its folder was called."""
     shown, digest = head.get(line), head.get("text", "").rpartition("digest ")[2]
+    if line.startswith(OF_KIND) and shown is not None:
+        return shown.rpartition("digest ")[2]
     if shown is None or not digest:
         return shown
     return digest if line == "text" else re.sub(r"(?<=, text of )[^,]*", digest, shown)

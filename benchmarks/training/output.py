@@ -98,12 +98,16 @@ def _caption(record: dict[str, Any], baseline: str) -> str:
     return f"{number}\n{100 * (record['over_baseline']['median'] - 1):+.0f} %"
 
 
+_NOT_TRAINING = ("tokens", "kinds", "forwards", "device", "layers", "steps", "warm_up")
+"""Fields of a job that are told otherwise, or by its command: weights are run in other ways after the training."""
+
+
 def describe(job: Job) -> str:
     """Describe the training for the head: equal for runs that differ in the number of GPUs alone."""
     shown = {
         key: value
         for key, value in job.as_record().items()
-        if value not in (None, (), False) and key not in ("tokens", "kinds", "device", "layers", "steps", "warm_up")
+        if value not in (None, (), False) and key not in _NOT_TRAINING
     }
     text = "random tokens" if job.tokens is None else f"text of {Path(job.tokens.name).name}"
     shown["layers"] = job.architecture.layers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from benchmarks.training.convergence import (
 )
 from benchmarks.training.curves import curve_table, equal_loss_table, timed_tables, tokens_to
 from benchmarks.training.job import Job
+from benchmarks.training.output import describe
 from benchmarks.training.runs import HELD_OUT
 from benchmarks.training.samples import recorded, recorded_table
 from benchmarks.training.variants import BF16, FUSED, VARIANTS, chosen, forwards
@@ -275,6 +277,8 @@ def write(
     text: str = "mixed",
     digest: str | None = None,
     left_out: Mapping[str, str] | None = None,
+    not_finite: Sequence[str] = (),
+    lines: Mapping[str, str] | None = None,
 ) -> str:
     head = ({} if digest is None else {"text": f"{text}, 9 tokens of 4 kinds, digest {digest}"}) | {
         "GPU": "CPU",
@@ -284,6 +288,7 @@ def write(
         "torch": "2",
         "command": f"`first-seed {seed}`",
     }
+    head |= lines or {}
     losses = {BF16: [4.0] * steps, "FP8": [4.0 + 0.04 * seed] * steps, "FP8, rowwise": [5.0] * steps}
     held_out = {"own": 4.0, "BF16": 4.0}
     kurtosis = {"tenth": 1, "role": "input", "kurtosis": {"median": 3.0, "largest": 4.0}}
@@ -294,6 +299,7 @@ def write(
         curves={seed: curves},
         speeds={seed: {label: 100.0 + 10 * (label != BF16) for label in labels}},
         recorded={seed: {label: [kurtosis] for label in labels if label != BF16}},
+        not_finite={seed: dict.fromkeys(not_finite, 3)},
     )
     _, written = convergence.deliver("convergence", "", head, found, list(labels), left_out or {}, None, path)
     return str(*written)
@@ -353,12 +359,49 @@ def test_results_of_several_variants_are_joined(tmp_path) -> None:
     assert tables["parts"][1]["held_out_own"]["shown"] == "+0.00 %"
 
 
+def test_versions_of_all_that_is_joined_are_told(tmp_path) -> None:
+    files = [
+        write(tmp_path / f"{name}.json", seed, lines={"commit": commit, "date": f"2026-11-{day}", "in FP8, FP8": "84"})
+        for name, seed, commit, day in (("new", 0, "f00d", 30), ("old", 1, "beef", 28))
+    ]
+    joined = tmp_path / "joined.json"
+    result = CliRunner().invoke(convergence.app, ["join", *files, "--json", str(joined)])
+    assert result.exit_code == 0, result.output
+    head = json.loads(joined.read_text())["head"]
+    assert (head["commit"], head["date"], head["in FP8, FP8"]) == ("f00d; beef", "2026-11-30", "84")
+    assert head["runs"] == "new 2026-11-30, f00d; old 2026-11-28, beef"
+    assert head["command of the first run"] == "`first-seed 0`"
+
+
+def test_weights_run_in_other_ways_are_the_same_training() -> None:
+    job = Job(model="micro")
+    assert describe(replace(job, forwards=forwards(["fp8-exact"], job))) == describe(job)
+
+
+def test_texts_of_other_kinds_are_compared_where_both_have_them(tmp_path) -> None:
+    a, b, c = (
+        write(tmp_path / f"{seed}.json", seed, lines={f"text of {kind}": f"{name}, 9 tokens, digest {digest}"})
+        for seed, (kind, name, digest) in enumerate((("k", "x", "f1"), ("k", "y", "f1"), ("seen", "z", "f2")))
+    )
+    result = CliRunner().invoke(convergence.app, ["join", a, b, c])
+    assert result.exit_code == 0, result.output
+    other = write(tmp_path / "other.json", 3, lines={"text of k": "x, 9 tokens, digest f2"})
+    result = CliRunner().invoke(convergence.app, ["join", c, a, other])
+    assert (result.exit_code, f"differs in text of k from {a}: f2 and f1" in result.output) == (2, True)
+
+
 def test_what_cannot_be_joined_is_one_sentence(tmp_path) -> None:
     one, same = write(tmp_path / "a.json", 0), write(tmp_path / "b.json", 0)
+    diverged = write(tmp_path / "f.json", 0, labels=[], not_finite=["FP8"])
+    for name, text in (("g", "[1]"), ("h", "{"), ("i", '{"tables": {"ends": []}}')):
+        (tmp_path / f"{name}.json").write_text(text)
     longer = write(tmp_path / "c.json", 1, steps=30)
     (tmp_path / "d.json").write_text("{}")
     for files, sentence in [
-        ([one, same], "has seed 0 of BF16, which another file has too"),
+        ([one, same], f"has seed 0 of BF16, which {one} has too"),
+        ([one, diverged], f"has seed 0 of FP8, which {one} has too"),
+        ([diverged, one], f"has seed 0 of FP8, which {diverged} has too"),
+        *(([one, str(tmp_path / f"{name}.json")], f"{name}.json is not a result") for name in "ghi"),
         ([one, longer], "differs in training"),
         ([one, write(tmp_path / "e.json", 1, text="another")], "differs in training"),
         (
