@@ -23,7 +23,7 @@ Quick = Annotated[bool, typer.Option("--quick", help="Fewer rounds and shapes: t
 Commit = Annotated[
     str | None, typer.Option(help="Git commit for the head, where the sources were copied without their .git.")
 ]
-DeviceName = Annotated[str, typer.Option("--device", hidden=True, help="cpu runs the same code for the tests.")]
+DeviceName = Annotated[str, typer.Option("--device", help="cuda, or cpu, which runs the same code slowly.")]
 Models = Annotated[list[str], typer.Option(help="Whose layers: 7b, 13b, 70b, 35b, te; repeat the option.")]
 Tokens = Annotated[list[int], typer.Option(help="M, the tokens of a batch; repeat the option.")]
 
