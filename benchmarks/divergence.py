@@ -289,7 +289,7 @@ def growths(rows: Iterable[ScaleRow]) -> dict[str, dict[int, float]]:
     for row in rows:
         for figure in FIGURES:
             value = getattr(row, figure)
-            growth = courses[row.layer, row.role, figure].growth(value) if value else None
+            growth = courses[row.layer, row.role, figure].growth(row.step, value) if value else None
             if growth is not None:
                 largest = found[f"{figure} of {row.role}s"]
                 largest[row.step] = max(growth, largest.get(row.step, 0.0))

@@ -107,7 +107,9 @@ class Recorder:
         if self.rank == 0:
             held = [sink.begin(dict(header), done) for sink in self._sinks]
             # what was warned of before a run was resumed is known, and each weight's course
-            self._warnings.of(next(filter(None, held), ()))
+            resumed = next((each for each in held if each is not None and each.rows), None)
+            if resumed is not None:
+                self._warnings.resume(resumed.rows, resumed.since)
 
     @property
     def is_sampling(self) -> bool:

@@ -322,14 +322,15 @@ def record(
         )
     every_layer = [module for _, module in linear_layers(inner)]
     in_fp8 = sum(isinstance(module, FP8Layer) for module in every_layer)
+    rules = Watchdog() if watchdog is None else watchdog
     header = {
         "fp8booster": __version__,
         "kind": KIND,
         "every": every,
         "config": _plain(configs[0]) if configs else {},
         "layers": {"fp8": in_fp8, "16-bit": len(every_layer) - in_fp8},
+        "watchdog": rules.thresholds,
     }
-    rules = Watchdog() if watchdog is None else watchdog
     recorder = Recorder(every, sinks_of(sink), header, done, rules, on_warning)
     return Recording(inner, recorder, rules, on_warning)
 
