@@ -219,6 +219,10 @@ class Recorder:
         self.seen = []
         self.step += 1
 
+    def flush(self) -> None:
+        """Write the sample that is on its way; the host waits for the device."""
+        self._write_copied(PATIENCE)
+
     def close(self, patience: float = PATIENCE) -> None:
         """Write the sample that is on its way; a step that is not over is left out."""
         self._write_copied(patience)

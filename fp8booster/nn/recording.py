@@ -173,6 +173,14 @@ class Recording:
         where, remedy = f"{found.role} of {found.layer} on rank {found.rank}", remedy_of_nonfinite(found.role)
         return f"Step {step} is not finite, and {where} is the first tensor that is not: {remedy}."
 
+    def flush(self) -> None:
+        """Write the sample that is on its way. Every rank calls it, before it saves a checkpoint.
+
+        A sample is written when the next step ends. A run that is killed before that, and resumes from a checkpoint of
+        the sampled step, would not take it again.
+        """
+        self._recorder.flush()
+
     def close(self) -> None:
         """Write what is on its way, and leave the model as it was. The step that is not over is not recorded."""
         self._end(PATIENCE)
