@@ -113,7 +113,7 @@ class Recording:
         setattr(end_step, COUNTS_STEPS, True)
         self._hook = register_optimizer_step_post_hook(end_step)
         self._searches = itertools.count()
-        self._closed = False
+        self._closed = self._warned_of_nothing = False
 
     @property
     def step(self) -> int:
@@ -140,6 +140,9 @@ class Recording:
         Raises:
             NonFiniteStep: it is "raise"; on all ranks.
         """
+        if isinstance(value, DTensor):  # the norm under FSDP2, of which each rank has a part
+            value = value.full_tensor()
+        self._warn_of_nothing(value)
         if self._all_finite(value, agreed):
             return True
         sentence = self.blame()
@@ -217,9 +220,22 @@ class Recording:
         before = sample()
         return lambda: note(name, before)
 
+    def _warn_of_nothing(self, value: float | torch.Tensor) -> None:
+        """Warn, once, of a norm of no gradients, which is 0 and hides every NaN."""
+        if self._recorder.rank or self._warned_of_nothing:
+            return
+        # first, for it asks nothing of the device
+        if any(each.grad is not None for each in self._model.parameters() if each.requires_grad) or value != 0:
+            return
+        self._warned_of_nothing = True
+        self._warn(
+            "allows_step was given 0, and no parameter of the model has a gradient in .grad: LowLevelZero and Gemini "
+            "keep gradients elsewhere, where torch.nn.utils.clip_grad_norm_ neither clips them nor sees a NaN. Give "
+            "allows_step the loss, or give the plugin max_norm= and set optimizer.before_update = lambda: "
+            'recording.allows_step(optimizer.get_grad_norm()), with Watchdog(on_nonfinite="raise").'
+        )
+
     def _all_finite(self, value: float | torch.Tensor, agreed: bool) -> bool:
-        if isinstance(value, DTensor):  # the norm under FSDP2, of which each rank has a part
-            value = value.full_tensor()
         if agreed or self._recorder.ranks == 1:
             return math.isfinite(value.item() if isinstance(value, torch.Tensor) else value)
         device = value.device if isinstance(value, torch.Tensor) else None
