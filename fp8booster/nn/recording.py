@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from fp8booster.argument_types import require_types
 from fp8booster.comm import encoding
 from fp8booster.config import FP8Config
 from fp8booster.kernels.blockwise_cast import scales_of_groups
@@ -330,11 +331,15 @@ def record(
         on_warning: takes the watchdog's sentences, on rank 0.
 
     Raises:
-        ValueError: `every` is less than 1, or the model has no FP8 layers.
-        TypeError: `sink` is none.
+        ValueError: `every` is less than 1, `done` less than 0, or the model has no FP8 layers.
+        TypeError: `sink` is none, or another argument has the wrong type.
     """
+    require_types(record, {"every": every, "done": done})
     if every < 1:
         raise ValueError(f"every is {every}; give the number of steps from a sample to the next, at least 1")
+    if done < 0:
+        raise ValueError(f"done is {done}; give the number of steps that the run has taken, 0 for a new one")
+    every, done = int(every), int(done)  # NumPy's numbers are none of JSON's
     unwrap = getattr(model, "unwrap", None)
     inner = model if unwrap is None else unwrap()
     if not isinstance(inner, nn.Module):  # Colossal-AI's view of a model with adapters
