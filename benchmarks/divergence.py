@@ -18,7 +18,7 @@ import multiprocessing
 import shutil
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -37,6 +37,7 @@ from fp8booster import FP8Config, Watchdog, convert_to_fp8, record
 from fp8booster.monitor.scales import ScaleRow
 from fp8booster.monitor.sinks import read_scales
 from fp8booster.monitor.watchdog import Course, Warnings
+from fp8booster.reading import read_record
 from fp8booster.training.batches import Replica
 from fp8booster.training.models import Architecture, build
 from fp8booster.training.optimizers import WarmupCosine
@@ -289,7 +290,7 @@ def growths(rows: Iterable[ScaleRow]) -> dict[str, dict[int, float]]:
     for row in rows:
         for figure in FIGURES:
             value = getattr(row, figure)
-            growth = courses[row.layer, row.role, figure].growth(value) if value else None
+            growth = courses[row.layer, row.role, figure].growth(row.step, value) if value else None
             if growth is not None:
                 largest = found[f"{figure} of {row.role}s"]
                 largest[row.step] = max(growth, largest.get(row.step, 0.0))
@@ -302,10 +303,30 @@ def lead(found: Record, every: int) -> int | None:
     return found["moved"] - warned[0][0] if warned and found["moved"] is not None else None
 
 
-def read_records(file: Path) -> list[Record]:
-    """Return the runs that `--json` wrote."""
-    tables = json.loads(file.read_text())["tables"]
-    return [_with_steps(each) for name in ("disturbed", "undisturbed", "without") for each in tables.get(name, ())]
+def read_records(files: Iterable[Path]) -> list[Record]:
+    """Return the runs that `--json` wrote into files, each once.
+
+    Raises:
+        ValueError: a file is missing or no such result, or two differ in what they found of one run.
+    """
+    found: dict[tuple[str, int, bool, str | None], Record] = {}
+    for file in files:
+        remedy = "give --before a file that --json of this benchmark wrote"
+        tables = read_record(file, {"tables": dict}, remedy)["tables"]
+        if not {"disturbed", "undisturbed", "without"} <= tables.keys():
+            raise ValueError(f"{file} is a result of another benchmark; {remedy}.")
+        for each in itertools.chain(tables["disturbed"], tables["undisturbed"], tables["without"]):
+            made = _with_steps(each)
+            # as text, for a loss may be NaN, which equals nothing
+            if json.dumps(made) != json.dumps(found.setdefault(run_of(made), made)):
+                name = f"{made['setting']}, {made['kind'] or 'undisturbed'}"
+                raise ValueError(f"{file} and another file differ in the run {name}; give one of them")
+    return [*found.values()]
+
+
+def run_of(found: Record) -> tuple[str, int, bool, str | None]:
+    """Return the setting of a record, its start, whether it is in FP8, and its kind: two of a run have the same."""
+    return found["setting"], found["start"], found["fp8"], found["kind"]
 
 
 def _with_steps(found: Record) -> Record:
@@ -403,6 +424,26 @@ def _or(number: int | None, otherwise: str) -> str:
     return otherwise if number is None else str(number)
 
 
+def planned(
+    kinds: Sequence[str], earlier: Sequence[Record], *, quick: bool, seeds: Collection[int], fp8: bool | None
+) -> list[tuple[Setting, tuple[str, ...], bool]]:
+    """Return the settings to run, the kinds of each that no earlier record has, and whether in FP8."""
+    settings = [(each, tuple(kinds), True) for each in DIVERGING]
+    settings += [(each, (), True) for each in NORMAL]
+    settings += [(each, tuple(kinds), False) for each in DIVERGING]
+    if quick:
+        settings = [(replace(DIVERGING[0], steps=40, start=20), tuple(kinds), each) for each in (True, False)]
+    done = {run_of(each) for each in earlier}
+    work = []
+    for setting, disturbances, in_fp8 in settings:
+        if setting.seed not in seeds or fp8 not in (None, in_fp8):
+            continue
+        runs = [kind for kind in (None, *disturbances) if (str(setting), setting.start, in_fp8, kind) not in done]
+        if runs:
+            work.append((setting, tuple(kind for kind in runs if kind is not None), in_fp8))
+    return work
+
+
 def main(
     seed: Annotated[list[int], typer.Option(help="Of the settings to run (default: all); repeat it.")] = [],  # noqa: B006
     kind: Annotated[list[str], typer.Option(help="Of the disturbances (default: all); repeat it.")] = [],  # noqa: B006
@@ -423,20 +464,16 @@ def main(
     device, gpu = command.measured_device(device_name)
     if unknown := sorted({*kind} - {*KINDS}):
         command.refuse(f"--kind is {unknown[0]!r}; use {' or '.join(map(repr, KINDS))}")
-    kinds = tuple(kind or KINDS)
-    work: list[tuple[Setting, tuple[str, ...], bool, torch.device]]
-    work = [(each, kinds, True, device) for each in DIVERGING]
-    work += [(each, (), True, device) for each in NORMAL]
-    work += [(each, kinds, False, device) for each in DIVERGING]
-    earlier = [each for file in before for each in read_records(file)]
-    done = {(each["setting"], each["fp8"]) for each in earlier}
-    work = [
-        each
-        for each in work
-        if (not seed or each[0].seed in seed) and fp8 in (None, each[2]) and (str(each[0]), each[2]) not in done
-    ]
-    if quick:
-        work = [(replace(DIVERGING[0], steps=40, start=20), kinds, fp8, device) for fp8 in (True, False)]
+    seeds = {each.seed for each in (*DIVERGING, *NORMAL)}
+    if others := sorted({*seed} - seeds):
+        command.refuse(f"--seed is {others[0]}; use {', '.join(map(str, sorted(seeds)))}")
+    try:
+        earlier = read_records(before)
+    except (ValueError, OSError) as error:
+        command.refuse(str(error))
+    work = planned([*dict.fromkeys(kind or KINDS)], earlier, quick=quick, seeds=seed or seeds, fp8=fp8)
+    if not work and not earlier:
+        command.refuse("no run has these --seed and --fp8; without FP8 the settings that diverge alone are run")
     head = environment.head(gpu, commit=commit) | {
         "training": "8 x 64 tokens a step of the sources of Python's standard library, AdamW, cosine learning rate; "
         "linear layers in FP8, all else in FP32",
@@ -444,15 +481,18 @@ def main(
         "watchdog": "its defaults",
     }
     found: dict[int, list[Record]] = {}
+    shown = {run_of(each) for each in earlier}
 
     def result() -> Result:
-        records = [*earlier, *(each for number in sorted(found) for each in found[number])]
+        made = (each for number in sorted(found) for each in found[number])
+        # a setting that runs again for further kinds is undisturbed again
+        records = [*earlier, *(each for each in made if run_of(each) not in shown)]
         waiting = [each for number, each in enumerate(work) if number not in found]
         left_out = {f"{each[0]}, {'in' if each[2] else 'without'} FP8": "not ended" for each in waiting}
         return Result("divergence", "Warnings before a run diverges", head, tables(records), left_out)
 
     with ProcessPoolExecutor(at_once, mp_context=multiprocessing.get_context("spawn")) as pool:
-        numbers = {pool.submit(run_setting, *each): number for number, each in enumerate(work)}
+        numbers = {pool.submit(run_setting, *each, device): number for number, each in enumerate(work)}
         for future in as_completed(numbers):
             found[numbers[future]] = future.result()
             # what has ended is kept, whatever happens to the others

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
+from filelock import FileLock
 
 from benchmarks.training.job import Job
 from fp8booster.cli.train.data import TokenFile, folder_has_tokenizer, open_tokens, prepare_tokens
 from fp8booster.cli.train.options import TrainOptions
-from fp8booster.files import cache_folder
+from fp8booster.files import cache_folder, new_folder
 from fp8booster.training.batches import Batches, GlobalBatch, Replica
 
 RANDOM_BATCHES = 2
@@ -82,9 +84,11 @@ def of_kind(tokens: TokenFile, job: Job, device: torch.device) -> Iterator[torch
 
 
 def first_read(job: Job, device: torch.device) -> Iterator[torch.Tensor]:
-    """As much as is held out of what the first steps train on: [micro_batch, sequence], int64, on `device`."""
+    """What the first steps train on, as much as is held out, or as a run has: [micro_batch, sequence], int64."""
     feed = batches(job, Replica(0, 1), device)  # replicas take turns, so all of them read these first
-    for number in range(len(_divided(job)[1]) // (job.micro_batch * job.sequence)):
+    held = len(_divided(job)[1]) // (job.micro_batch * job.sequence)
+    # a short run has not seen more, however many replicas it has
+    for number in range(min(held, job.steps * job.micro_batches)):
         step, part = divmod(number, job.micro_batches)
         yield feed(step).split(job.micro_batch)[part]
 
@@ -120,9 +124,11 @@ def tokens_of(data: str, text_column: str, job: Job, tokenizer: Path | None = No
         tokenizer: a folder of one; None: it is trained on the text.
 
     Raises:
-        ValueError: the folder has no tokenizer, or its tokens are not whole.
+        ValueError: the folder has no tokenizer, or its tokens are not whole, or have a tokenizer already.
     """
     if Path(data, "tokens.json").is_file():
+        if tokenizer is not None:
+            raise ValueError(f"--data {data} is tokens, which keep their tokenizer; leave out --tokenizer {tokenizer}")
         return open_tokens(Path(data), "copy the whole folder again")
     if tokenizer is not None and not folder_has_tokenizer(str(tokenizer)):
         raise ValueError(f"--tokenizer {tokenizer} holds no tokenizer; give a folder in Hugging Face's format")
@@ -143,13 +149,13 @@ def tokens_of(data: str, text_column: str, job: Job, tokenizer: Path | None = No
 
 
 def gather_text(roots: Iterable[Path], cache: Path) -> Path:
-    """A folder of links to the sources and documents below folders, in an order that depends on the content of each.
+    """A folder of copies of the sources and documents below folders, in an order that depends on the content of each.
 
     So what is held out at the end is of all of them. Files that are equal, not UTF-8, or above a megabyte, which are
     tables more than text, are left out.
 
     Raises:
-        ValueError: there is no such file.
+        ValueError: there is no such file, or one changes meanwhile.
     """
     found: dict[str, Path] = {}
     for root in dict.fromkeys(roots):
@@ -169,11 +175,18 @@ def gather_text(roots: Iterable[Path], cache: Path) -> Path:
         raise ValueError(
             f"no file below {', '.join(map(str, roots))} ends in {', '.join(_SUFFIXES)}; give --data another folder"
         )
-    target = cache / f"mixed-{hashlib.sha256(''.join(sorted(found)).encode()).hexdigest()[:24]}"
-    if not target.exists():
-        partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-        partial.mkdir(parents=True)
-        for digest, path in found.items():
-            (partial / f"{digest}.txt").symlink_to(path.resolve())
-        partial.rename(target)
-    return target
+    # not the former "mixed-", whose folders have links to files that may have changed
+    name = f"gathered-{hashlib.sha256(''.join(sorted(found)).encode()).hexdigest()[:24]}"
+    cache.mkdir(parents=True, exist_ok=True)
+    # other commands may gather the same text now
+    with FileLock(cache / f"{name}.lock"):
+        if not (cache / name).exists():
+            for left in cache.glob(f".{name}.*.partial"):  # after a kill: while the lock is held, nobody writes it
+                shutil.rmtree(left)
+            with new_folder(cache / name) as partial:
+                for digest, path in found.items():
+                    content = path.read_bytes()
+                    if hashlib.sha256(content).hexdigest() != digest:
+                        raise ValueError(f"{path} changed while it was read; start again when nothing writes it")
+                    (partial / f"{digest}.txt").write_bytes(content)
+    return cache / name

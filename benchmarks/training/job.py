@@ -121,6 +121,9 @@ class Job:
             raise ValueError(
                 f"--evaluate-every is {self.evaluate_every}; give the steps between evaluations, or 0 for the end alone"
             )
+        names = [name for name, _ in self.kinds]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"--kind has two texts named {twice[0]!r}; give each a name of its own, as NAME=PATH")
         if self.warm_up < 0:
             raise ValueError(f"--warm-up is {self.warm_up}; it must be at least 0")
         self.parallel(self.plugin).check()

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import gettext
 import hashlib
+import re
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import distributions
 from pathlib import Path
 
+import numpy as np
+
+from benchmarks.training.runs import HELD_OUT
 from fp8booster.cli.train.data import TokenFile, prepare_tokens
 from fp8booster.cli.train.options import TrainOptions
 from fp8booster.files import cache_folder, write_whole
 
 CODE, PROSE, HEADERS, SEEN = "code", "prose", "headers", "seen"
+RESERVED = (CODE, PROSE, HEADERS, SEEN, HELD_OUT)
+"""Names that no text of a user's has."""
+
+_LANGUAGE = re.compile(r"[a-z]{2,3}(_\w+)?(@\w+)?")
+"""As gettext names folders: de, pt_BR, sr@latin."""
+
+_CHOICES = f"{CODE}, {PROSE}, {HEADERS}, {SEEN}, the code of a language, as de, or NAME=PATH for a text of your own"
+
 _SUFFIXES = (".h", ".hpp", ".cuh")
 _LONGEST = 8 << 20  # characters of a kind: more than is held out of any text, and read in seconds
 _SHORTEST = 40  # characters of a message that is a sentence more than a label
@@ -32,24 +44,44 @@ def kind_of_text(given: str, trained_on: str, tokens: TokenFile, text_column: st
         text_column: of tables.
 
     Raises:
-        ValueError: the machine has no such text, or runs train on it.
+        ValueError: the machine has no such text, its name is of another, or runs train on it.
     """
     name, named, path = given.partition("=")
     if given == SEEN:
         return SEEN, tokens
-    if given == CODE and trained_on == "python":
-        raise ValueError(
-            "--kind code is the text that --data python trains on; give another --data, or --kind NAME=PATH"
-        )
-    if named:
-        data: str | None = path
-    elif given == CODE:
-        data = None
-    else:
-        read = {PROSE: _descriptions, HEADERS: _headers}.get(given, lambda: _messages(given))
-        data = str(_written(read, given))
+    data = _named_text(name, path) if named else _text_of_machine(given)
     options = TrainOptions(model="7b", data=data, text_column=text_column, cache=str(cache_folder()))
-    return name, prepare_tokens(options, lambda text: None, str(tokens.tokenizer))
+    try:
+        found = prepare_tokens(options, lambda text: None, str(tokens.tokenizer))
+    except (ValueError, OSError) as error:
+        # it speaks of the option of `fp8booster train`
+        raise ValueError(f"--kind {given}: {str(error).replace('--data ', '')}") from None
+    # whatever it was called, and whoever made the tokens
+    if found.count == tokens.count and np.array_equal(found.open(), tokens.open()):
+        raise ValueError(
+            f"--kind {given} is the text that --data {trained_on} trains on; give another, or --kind {SEEN}"
+        )
+    return name, found
+
+
+def _named_text(name: str, path: str) -> str:
+    """The path of NAME=PATH. Raises ValueError for a name or a path that cannot be."""
+    if not name or not path:
+        raise ValueError(f"--kind is '{name}={path}'; write it as NAME=PATH")
+    if name in RESERVED:
+        raise ValueError(f"--kind is '{name}={path}', and {name!r} names another text; give it a name of its own")
+    return path
+
+
+def _text_of_machine(kind: str) -> str | None:
+    """A file with a text that this machine has; None is Python's standard library."""
+    if kind == CODE:
+        return None
+    if kind in _READERS:
+        return str(_written(_READERS[kind], kind))
+    if not _LANGUAGE.fullmatch(kind):
+        raise ValueError(f"--kind is {kind!r}, which is no text of this machine; use {_CHOICES}")
+    return str(_written(lambda: _messages(kind), kind))
 
 
 def _written(read: Callable[[], Iterable[str]], kind: str) -> Path:
@@ -59,10 +91,7 @@ def _written(read: Callable[[], Iterable[str]], kind: str) -> Path:
         lacks = {PROSE: "descriptions of packages", HEADERS: "headers in packages"}.get(
             kind, "messages of programs in a language of this code"
         )
-        raise ValueError(
-            f"--kind is {kind!r}, and this machine has no {lacks}; use {CODE}, {PROSE}, {HEADERS}, {SEEN}, the code of "
-            "another language, as de, or NAME=PATH"
-        )
+        raise ValueError(f"--kind is {kind!r}, and this machine has no {lacks}; use {_CHOICES}")
     text = "\n\n".join(documents)[:_LONGEST]
     path = cache_folder() / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:24]}.txt"
     if not path.exists():
@@ -102,3 +131,6 @@ def _messages(language: str) -> Iterator[str]:
             sentences = [text for text in catalogue.values() if isinstance(text, str) and len(text) >= _SHORTEST]
             if sentences:
                 yield "\n".join(sentences)
+
+
+_READERS: dict[str, Callable[[], Iterable[str]]] = {PROSE: _descriptions, HEADERS: _headers}

@@ -107,7 +107,9 @@ class Recorder:
         if self.rank == 0:
             held = [sink.begin(dict(header), done) for sink in self._sinks]
             # what was warned of before a run was resumed is known, and each weight's course
-            self._warnings.of(next(filter(None, held), ()))
+            resumed = next((each for each in held if each is not None and each.rows), None)
+            if resumed is not None:
+                self._warnings.resume(resumed.rows, resumed.since)
 
     @property
     def is_sampling(self) -> bool:
@@ -216,6 +218,10 @@ class Recorder:
         self._sampled, self._saved = [], []
         self.seen = []
         self.step += 1
+
+    def flush(self) -> None:
+        """Write the sample that is on its way; the host waits for the device."""
+        self._write_copied(PATIENCE)
 
     def close(self, patience: float = PATIENCE) -> None:
         """Write the sample that is on its way; a step that is not over is left out."""

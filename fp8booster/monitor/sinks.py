@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from fp8booster.files import write_whole
 from fp8booster.monitor.scales import ScaleRow
@@ -18,18 +18,28 @@ FILE = "scales.jsonl"
 _REMEDY = "put it right, or move the file away: recording then begins a new one"
 
 
+class Held(NamedTuple):
+    """What a sink has of a run that is resumed."""
+
+    rows: Sequence[ScaleRow]
+    """The lines of steps that are done."""
+    since: int
+    """The step after which the watchdog's thresholds were those of now."""
+
+
 class Sink(Protocol):
     """Takes lines on rank 0."""
 
-    def begin(self, header: dict[str, Any], done: int) -> Sequence[ScaleRow] | None:
+    def begin(self, header: dict[str, Any], done: int) -> Held | None:
         """Begin, once, before anything is written.
 
         Args:
-            header: {"fp8booster": version, "kind": "scales", "every": N, "config": {...}, "layers": {"fp8": n, ...}}.
+            header: {"fp8booster": version, "kind": "scales", "every": N, "config": {...}, "layers": {"fp8": n, ...},
+                "watchdog": thresholds}.
             done: steps that are taken already; lines of later ones are of a branch that was left.
 
         Returns:
-            The lines of steps that are done, where it holds them; the watchdog goes on from there.
+            What it holds of them, if anything; the watchdog goes on from there.
         """
 
     def write(self, rows: Sequence[ScaleRow]) -> None:
@@ -49,17 +59,21 @@ class JsonLines:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
 
-    def begin(self, header: dict[str, Any], done: int) -> Sequence[ScaleRow]:
-        """As `Sink.begin`; the header is that of the last run that wrote here.
+    def begin(self, header: dict[str, Any], done: int) -> Held:
+        """As `Sink.begin`; the header is that of the last run that wrote here, with `Held.since`.
 
         Raises:
             ValueError: the file that is there is another.
             OSError: it cannot be written.
         """
         rows: list[ScaleRow] = []
+        since = done
         if self.path.exists():
             if done:
-                rows = [row for row in read_scales(self.path)[1] if row.step <= done]
+                former, lines = read_scales(self.path)
+                rows = [row for row in lines if row.step <= done]
+                if former.get("watchdog") == header.get("watchdog"):
+                    since = former.get("since", done)
             else:
                 # a file of another kind must not be replaced
                 _header(read_text(self.path, _REMEDY).split("\n")[:1], self.path)
@@ -68,9 +82,9 @@ class JsonLines:
         # a run that resumes from before takes the later steps again
         kept = [_line(dataclasses.asdict(row)) for row in rows]
         # whole or not at all: a kill here must not cost the lines of all steps before
-        write_whole(self.path, "".join([_line(header), *kept]))
+        write_whole(self.path, "".join([_line(header | {"since": since}), *kept]))
         self._stream = self.path.open("a", encoding="utf-8")
-        return rows
+        return Held(rows, since)
 
     def write(self, rows: Sequence[ScaleRow]) -> None:
         """As `Sink.write`; the step is on its way to the disk when it returns."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from statistics import median
+from math import isinf
+
+import numpy as np
 
 from fp8booster.argument_types import require_types
 from fp8booster.monitor.scales import MOMENTS, SAVED, SUM, ScaleRow
@@ -20,6 +22,9 @@ _FEWEST = 5
 
 _KEPT = 64
 """Samples of a course, so that a long run costs no more."""
+
+_REACH = 1.5
+"""Times the last step of a course within which it tells where it leads; the two samples after the first five are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +48,12 @@ class Watchdog:
     weight_growth: float | None = 3.0
     """Warn where a weight's amax is more than this factor above its own course so far (`Course`); None: never."""
 
+    @property
+    def thresholds(self) -> dict[str, float | None]:
+        """Return those of warnings by their names, as JSON holds them, which has no infinity."""
+        given = {"saturated": self.saturated, "flushed": self.flushed, "weight_growth": self.weight_growth}
+        return {name: None if value is None or isinf(value) else float(value) for name, value in given.items()}
+
     def __post_init__(self) -> None:
         require_types(Watchdog, vars(self), "Watchdog.")
         if self.on_nonfinite not in ON_NONFINITE:
@@ -63,30 +74,38 @@ class Course:
     """
 
     def __init__(self) -> None:
+        self._steps: list[int] = []
         self._values: list[float] = []
-        self._stride, self._count = 1, 0
+        self._apart = 0
         self._last = 0.0
 
-    def growth(self, value: float) -> float | None:
-        """Add a sample, above 0; return the less of the last two over what was expected, None for the first ones."""
-        expected = self._expected()
+    def growth(self, step: int, value: float) -> float | None:
+        """Add the sample of a step, above 0; return the less of the last two over what was expected.
+
+        None for the first ones, and after steps without samples, which leave nothing to expect.
+        """
+        expected = self._expected(step)
         lower, self._last = min(value, self._last), value
-        if self._count % self._stride == 0:
+        if not self._steps or step - self._steps[-1] >= self._apart:
+            self._steps.append(step)
             self._values.append(value)
             if len(self._values) > _KEPT:
                 # of every second one, so that those that are left are spread over the whole run
-                del self._values[1::2]
-                self._stride *= 2
-        self._count += 1
+                del self._steps[1::2], self._values[1::2]
+                self._apart = self._steps[-1] - self._steps[-2]
         return None if expected is None else lower / expected
 
-    def _expected(self) -> float | None:
+    def _expected(self, step: int) -> float | None:
         # without the last, which is judged with the one that comes
-        before = self._values[:-1]
-        if len(before) < _FEWEST:
+        steps, values = self._steps[:-1], self._values[:-1]
+        if len(values) < _FEWEST or step > _REACH * steps[-1]:
             return None
-        # medians, of all samples and of the first half, stand for a half and a quarter of the steps
-        half, quarter = median(before), median(before[: len(before) // 2])
+        # step 1 is sampled in place of step 0: an interval before the second sample
+        steps[0] = max(0, min(steps[0], 2 * steps[1] - steps[2]))
+        # evenly over the steps, for a resumed run may sample at another interval
+        before = np.interp(np.linspace(steps[0], steps[-1], len(steps)), steps, values)
+        # medians, over all steps and over the first half, stand for a half and a quarter of the steps
+        half, quarter = float(np.median(before)), float(np.median(before[: len(before) // 2]))
         return half * max(1.0, half / quarter)
 
 
@@ -115,6 +134,14 @@ class Warnings:
             found[_MOST:] = [f"{len(found) - _MOST} other tensors of this step are as bad; the records have them."]
         return found
 
+    def resume(self, rows: Iterable[ScaleRow], since: int) -> None:
+        """Go on from samples of before, of which those after step `since` were warned of by the same thresholds."""
+        for row in rows:
+            # the courses take all of them
+            kinds = [kind for kind, _ in self._of_tensor(row)]
+            if row.step > since:
+                self._given |= {(row.layer, row.role, kind) for kind in kinds}
+
     def _of_tensor(self, row: ScaleRow) -> Iterator[tuple[str, str]]:
         rules = self._rules
         if row.non_finite:
@@ -129,7 +156,7 @@ class Warnings:
             yield "flushed", f"{row.flushed:.0%} of its nonzero values become zero in {row.format}; {_wider(row)}"
         # a weight does not change with the batch, so its course is smooth; activations and gradients jump
         if row.role == "weight" and row.amax > 0:
-            growth = self._courses[row.layer].growth(row.amax)
+            growth = self._courses[row.layer].growth(row.step, row.amax)
             if rules.weight_growth is not None and growth is not None and growth > rules.weight_growth:
                 yield (
                     "growth",

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from fp8booster.argument_types import require_types
 from fp8booster.comm import encoding
 from fp8booster.config import FP8Config
 from fp8booster.kernels.blockwise_cast import scales_of_groups
@@ -113,7 +114,7 @@ class Recording:
         setattr(end_step, COUNTS_STEPS, True)
         self._hook = register_optimizer_step_post_hook(end_step)
         self._searches = itertools.count()
-        self._closed = False
+        self._closed = self._warned_of_nothing = False
 
     @property
     def step(self) -> int:
@@ -140,6 +141,9 @@ class Recording:
         Raises:
             NonFiniteStep: it is "raise"; on all ranks.
         """
+        if isinstance(value, DTensor):  # the norm under FSDP2, of which each rank has a part
+            value = value.full_tensor()
+        self._warn_of_nothing(value)
         if self._all_finite(value, agreed):
             return True
         sentence = self.blame()
@@ -172,6 +176,14 @@ class Recording:
             )
         where, remedy = f"{found.role} of {found.layer} on rank {found.rank}", remedy_of_nonfinite(found.role)
         return f"Step {step} is not finite, and {where} is the first tensor that is not: {remedy}."
+
+    def flush(self) -> None:
+        """Write the sample that is on its way. Every rank calls it, before it saves a checkpoint.
+
+        A sample is written when the next step ends. A run that is killed before that, and resumes from a checkpoint of
+        the sampled step, would not take it again.
+        """
+        self._recorder.flush()
 
     def close(self) -> None:
         """Write what is on its way, and leave the model as it was. The step that is not over is not recorded."""
@@ -209,9 +221,22 @@ class Recording:
         before = sample()
         return lambda: note(name, before)
 
+    def _warn_of_nothing(self, value: float | torch.Tensor) -> None:
+        """Warn, once, of a norm of no gradients, which is 0 and hides every NaN."""
+        if self._recorder.rank or self._warned_of_nothing:
+            return
+        # first, for it asks nothing of the device
+        if any(each.grad is not None for each in self._model.parameters() if each.requires_grad) or value != 0:
+            return
+        self._warned_of_nothing = True
+        self._warn(
+            "allows_step was given 0, and no parameter of the model has a gradient in .grad: LowLevelZero and Gemini "
+            "keep gradients elsewhere, where torch.nn.utils.clip_grad_norm_ neither clips them nor sees a NaN. Give "
+            "allows_step the loss, or give the plugin max_norm= and set optimizer.before_update = lambda: "
+            'recording.allows_step(optimizer.get_grad_norm()), with Watchdog(on_nonfinite="raise").'
+        )
+
     def _all_finite(self, value: float | torch.Tensor, agreed: bool) -> bool:
-        if isinstance(value, DTensor):  # the norm under FSDP2, of which each rank has a part
-            value = value.full_tensor()
         if agreed or self._recorder.ranks == 1:
             return math.isfinite(value.item() if isinstance(value, torch.Tensor) else value)
         device = value.device if isinstance(value, torch.Tensor) else None
@@ -306,11 +331,15 @@ def record(
         on_warning: takes the watchdog's sentences, on rank 0.
 
     Raises:
-        ValueError: `every` is less than 1, or the model has no FP8 layers.
-        TypeError: `sink` is none.
+        ValueError: `every` is less than 1, `done` less than 0, or the model has no FP8 layers.
+        TypeError: `sink` is none, or another argument has the wrong type.
     """
+    require_types(record, {"every": every, "done": done})
     if every < 1:
         raise ValueError(f"every is {every}; give the number of steps from a sample to the next, at least 1")
+    if done < 0:
+        raise ValueError(f"done is {done}; give the number of steps that the run has taken, 0 for a new one")
+    every, done = int(every), int(done)  # NumPy's numbers are none of JSON's
     unwrap = getattr(model, "unwrap", None)
     inner = model if unwrap is None else unwrap()
     if not isinstance(inner, nn.Module):  # Colossal-AI's view of a model with adapters
@@ -322,14 +351,15 @@ def record(
         )
     every_layer = [module for _, module in linear_layers(inner)]
     in_fp8 = sum(isinstance(module, FP8Layer) for module in every_layer)
+    rules = Watchdog() if watchdog is None else watchdog
     header = {
         "fp8booster": __version__,
         "kind": KIND,
         "every": every,
         "config": _plain(configs[0]) if configs else {},
         "layers": {"fp8": in_fp8, "16-bit": len(every_layer) - in_fp8},
+        "watchdog": rules.thresholds,
     }
-    rules = Watchdog() if watchdog is None else watchdog
     recorder = Recorder(every, sinks_of(sink), header, done, rules, on_warning)
     return Recording(inner, recorder, rules, on_warning)
 

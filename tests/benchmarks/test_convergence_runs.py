@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import struct
 import sysconfig
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from email.message import Message
 from pathlib import Path
@@ -21,13 +23,14 @@ import torch
 from benchmarks.training import campaign, kinds
 from benchmarks.training.campaign import places, work_off
 from benchmarks.training.convergence import Findings
-from benchmarks.training.data import gather_text, tokens_of
+from benchmarks.training.data import batches, first_read, gather_text, held_out, tokens_of
 from benchmarks.training.job import Job
 from benchmarks.training.kinds import kind_of_text
 from benchmarks.training.runs import HELD_OUT, NOT_FINITE, Run, RunFolder
 from benchmarks.training.samples import recorded
 from benchmarks.training.variants import BF16, VARIANTS, chosen, forwards
 from fp8booster.cli.train.data import load_tokenizer
+from fp8booster.training.batches import Replica
 from tests.distributed import TEST_SECONDS
 from tests.programs import run_program
 
@@ -221,6 +224,8 @@ def test_a_tokenizer_that_is_there_is_taken(text, tmp_path, monkeypatch) -> None
     assert taken.folder != trained.folder
     assert (taken.open() == trained.open()).all()
     assert tokens_of(str(taken.folder), "text", job) == taken
+    with pytest.raises(ValueError, match=r"is tokens, which keep their tokenizer; leave out --tokenizer"):
+        tokens_of(str(taken.folder), "text", job, trained.tokenizer)
 
 
 def test_kinds_of_text_that_a_machine_has(text, tmp_path, monkeypatch) -> None:
@@ -246,8 +251,50 @@ def test_kinds_of_text_that_a_machine_has(text, tmp_path, monkeypatch) -> None:
     assert list(kinds._headers()) == ["#pragma once // a header"]
     with pytest.raises(ValueError, match="--kind is 'prose', and this machine has no descriptions"):
         kind_of_text("prose", str(text), tokens, "text")
-    with pytest.raises(ValueError, match="--kind code is the text that --data python trains on"):
-        kind_of_text("code", "python", tokens, "text")
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ("", "--kind is '', which is no text of this machine; use code, prose, headers, seen, the code of a language"),
+        ("/data/x.txt", "--kind is '/data/x.txt', which is no text of this machine; .* NAME=PATH for a text of your"),
+        ("=x.txt", "--kind is '=x.txt'; write it as NAME=PATH"),
+        ("b=", "--kind is 'b='; write it as NAME=PATH"),
+        ("seen=x.txt", "--kind is 'seen=x.txt', and 'seen' names another text; give it a name of its own"),
+        ("held out=x.txt", "'held out' names another text"),
+        ("s=nope.txt", "--kind s=nope.txt: nope.txt does not exist; give a file, a folder or a saved dataset"),
+    ],
+)
+def test_a_kind_that_is_none_is_refused(given: str, sentence: str, text, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(text.parent / "cache"))
+    with pytest.raises(ValueError, match=sentence):
+        kind_of_text(given, str(text), tokens_of(str(text), "text", Job(model="micro")), "text")
+
+
+def test_the_text_that_is_trained_on_is_no_other_text_whatever_it_is_called(text, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(text.parent / "cache"))
+    tokens = tokens_of(str(text), "text", Job(model="micro"))
+    (copied := tmp_path / "copied.md").write_text(text.read_text())
+    for path, trained_on in ((text, text), (copied, text), (text, tokens.folder)):
+        with pytest.raises(ValueError, match=f"--kind other={path} is the text that --data {trained_on} trains on"):
+            kind_of_text(f"other={path}", str(trained_on), tokens, "text")
+    # one word more is another text
+    copied.write_text(text.read_text() + " more")
+    assert kind_of_text(f"other={copied}", str(text), tokens, "text")[1].count > tokens.count
+    with pytest.raises(ValueError, match="--kind has two texts named 'b'; give each a name of its own"):
+        Job(kinds=(("b", tokens), ("a", tokens), ("b", tokens)))
+
+
+def test_what_was_seen_is_what_a_short_run_has_trained_on(text, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(text.parent / "cache"))
+    job = Job(model="micro", sequence=32, micro_batches=2, held_out=0.1, steps=3, device="cpu")
+    job = replace(job, tokens=tokens_of(str(text), "text", job))
+    cpu = torch.device("cpu")
+    feed = batches(job, Replica(0, 1), cpu)
+    assert torch.equal(torch.cat([*first_read(job, cpu)]), torch.cat([feed(step) for step in range(3)]))
+    # a long run has seen more than is held out
+    many = replace(job, steps=10_000)
+    assert sum(map(len, first_read(many, cpu))) == sum(map(len, held_out(many, cpu)))
 
 
 def catalogue(messages: dict[str, str]) -> bytes:
@@ -275,6 +322,35 @@ def test_text_is_gathered_once_and_in_an_order_of_its_own(tmp_path) -> None:
     assert gather_text([packages], tmp_path / "cache") == folder
     with pytest.raises(ValueError, match="give --data another folder"):
         gather_text([tmp_path / "none"], tmp_path / "cache")
+    # what is gathered stays, though its sources change or go
+    (packages / "first.md").write_bytes(b"changed")
+    (packages / "a" / "x.py").unlink()
+    (packages / "a" / "moved.py").unlink()
+    assert sorted(path.read_text() for path in folder.iterdir()) == ["x", "y"]
+    (packages / "first.md").write_bytes(b"y")
+    (packages / "x.py").write_bytes(b"x")
+    assert gather_text([packages], tmp_path / "cache") == folder
+
+
+def test_links_that_an_earlier_version_gathered_are_not_trusted(tmp_path) -> None:
+    (source := tmp_path / "source").mkdir()
+    (source / "a.md").write_text("a")
+    (linked := tmp_path / "linked.txt").write_text("another text")
+    digest = hashlib.sha256(b"a").hexdigest()
+    former = tmp_path / "cache" / f"mixed-{hashlib.sha256(digest.encode()).hexdigest()[:24]}"
+    former.mkdir(parents=True)
+    (former / f"{digest}.txt").symlink_to(linked)
+    assert [path.read_text() for path in gather_text([source], tmp_path / "cache").iterdir()] == ["a"]
+
+
+def test_commands_that_gather_the_same_text_at_once_share_it(tmp_path) -> None:
+    (source := tmp_path / "source").mkdir()
+    for number in range(50):
+        (source / f"{number}.md").write_text(str(number))
+    with ThreadPoolExecutor(4) as pool:
+        folders = [*pool.map(lambda _: gather_text([source], tmp_path / "cache"), range(4))]
+    assert len({*folders}) == 1
+    assert len([*folders[0].iterdir()]) == 50
 
 
 def test_mixed_text_is_that_of_a_folder(tmp_path, monkeypatch) -> None:
@@ -284,6 +360,8 @@ def test_mixed_text_is_that_of_a_folder(tmp_path, monkeypatch) -> None:
         (tmp_path / "texts" / f"{number}.md").write_text(f"text {number} " * 50)
     tokens = tokens_of(f"mixed={tmp_path / 'texts'}", "text", Job(model="micro"))
     assert tokens.count > 100
+    # results are joined by it, so it stays as it was
+    assert tokens.identity == "823cc34f1d88930a5a2fefa7"
 
 
 def test_the_whole_command(text, tmp_path) -> None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import typer
+from typer.testing import CliRunner
 
 from benchmarks import divergence
 from benchmarks.divergence import (
@@ -15,12 +21,13 @@ from benchmarks.divergence import (
     growths,
     lead,
     moved,
+    planned,
     read_records,
     run_setting,
     tables,
     warnings_of,
 )
-from benchmarks.harness.results import Result
+from benchmarks.harness.results import Record, Result
 from fp8booster.training.models import Architecture
 from tests.monitor.test_sinks import row
 
@@ -63,7 +70,60 @@ def test_a_run_that_diverges_is_warned_of_fifty_steps_before_and_its_copy_is_not
     # what is written is shown alike later, together with other runs
     file = tmp_path / "divergence.json"
     file.write_text(Result("divergence", "", {}, tables([normal, disturbed])).json())
-    assert [table.markdown() for table in tables(read_records(file))] == shown
+    assert [table.markdown() for table in tables(read_records([file]))] == shown
+
+
+def test_runs_of_earlier_files_are_shown_once_and_kinds_that_none_has_are_run(tmp_path) -> None:
+    first, other = divergence.DIVERGING[0], "learning rate grows, no weight decay"
+
+    def write(name: str, *kinds: str | None, loss: float = 3.0) -> Path:
+        found = {"setting": str(first), "start": first.start, "fp8": False, "steps": 600, "moved": None}
+        records = [found | {"kind": kind, "losses": {600: math.nan if kind else loss}} for kind in kinds]
+        (tmp_path / name).write_text(Result("divergence", "", {}, tables(records)).json())
+        return tmp_path / name
+
+    # either file has the run that is not disturbed, from which losses move
+    files = [write("a.json", None, KIND), write("b.json", None, other), write("a again.json", None, KIND)]
+    earlier = read_records(files)
+    assert [each["kind"] for each in earlier] == [None, KIND, other]
+
+    def work(records: Sequence[Record], **options: Any) -> list[tuple[Setting, tuple[str, ...], bool]]:
+        return planned(list(KINDS), records, **{"quick": False, "seeds": [first.seed], "fp8": False} | options)
+
+    assert work([]) == [(first, tuple(KINDS), False)]
+    assert work(earlier) == [(first, tuple(kind for kind in KINDS if kind not in (KIND, other)), False)]
+    assert work(earlier[:1], fp8=None) == [(first, tuple(KINDS), True), (first, tuple(KINDS), False)]
+    assert planned([KIND, other], earlier, quick=False, seeds=[first.seed], fp8=False) == []
+    # a quick run is short, and another one
+    ((quick, kinds, _),) = work(earlier, quick=True)
+    assert (quick.steps, kinds) == (40, tuple(KINDS))
+    with pytest.raises(
+        ValueError, match=r"c\.json and another file differ in the run micro, .*, undisturbed; give one"
+    ):
+        read_records([*files, write("c.json", None, loss=4.0)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--seed", "999"], "error: --seed is 999; use 100, 101, 102, 103, 104, 105, 106, 107, 108"),
+        (["--seed", "103", "--no-fp8"], "error: no run has these --seed and --fp8; without FP8 the settings that"),
+        (["--before", "nowhere.json"], "error: nowhere.json is missing; give --before a file that --json of this"),
+        (["--before", "OTHER"], "is a result of another benchmark; give --before a file that --json of this"),
+        (["--kind", "none"], "error: --kind is 'none'; use 'a channel"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_exit_code_2(arguments, sentence, tmp_path) -> None:
+    (other := tmp_path / "other.json").write_text('{"tables": {"ends": []}}')
+    arguments = [str(other) if each == "OTHER" else each for each in arguments]
+    app = typer.Typer()
+    app.command()(divergence.main)
+    out = ["--out", str(tmp_path / "out"), "--json", str(tmp_path / "out.json")]
+    result = CliRunner().invoke(app, ["--device", "cpu", *out, *arguments])
+    assert result.exit_code == 2
+    assert sentence in result.output
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out.json").exists()
 
 
 def test_a_loss_has_moved_at_the_first_step_that_is_too_far_above_the_normal_one() -> None:

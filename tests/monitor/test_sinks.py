@@ -41,10 +41,27 @@ def write(path, done: int, *rows: ScaleRow) -> None:
 def test_a_file_has_a_header_and_a_line_a_tensor(tmp_path) -> None:
     path, rows = tmp_path / "run" / "scales.jsonl", [row(1), row(5, scale=None, snr_db=None, non_finite=3)]
     write(path, 0, *rows)
-    assert read_scales(path) == (HEADER, rows)
+    assert read_scales(path) == (HEADER | {"since": 0}, rows)
     lines = path.read_text().splitlines()
-    assert json.loads(lines[0]) == HEADER
+    assert json.loads(lines[0]) == HEADER | {"since": 0}
     assert json.loads(lines[2]) == dataclasses.asdict(rows[1])
+
+
+def test_thresholds_that_change_begin_where_the_run_goes_on(tmp_path) -> None:
+    path = tmp_path / "scales.jsonl"
+    write(path, 0, row(1), row(5), row(10))
+    with_thresholds = HEADER | {"watchdog": {"flushed": 0.1}}
+    for header, done, since in (
+        (with_thresholds, 5, 5),
+        (with_thresholds, 8, 5),
+        (HEADER, 8, 8),
+        (HEADER, 3, 8),  # none of what is done before was judged so
+    ):
+        sink = JsonLines(path)
+        held = sink.begin(header, done)
+        sink.close()
+        assert held.since == since
+        assert all(each.step <= done for each in held.rows)
 
 
 def test_a_run_that_goes_on_drops_what_it_left(tmp_path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import random
 from collections.abc import Callable, Iterable
 
+import numpy as np
 import pytest
 
 from fp8booster.monitor.watchdog import Course, Warnings, Watchdog
@@ -109,6 +111,32 @@ def test_a_weight_that_grows_by_a_factor_a_step_is_warned_of_before_it_is_eight_
     assert others == []  # but once
 
 
+@pytest.mark.parametrize("power", [0.3, 1.0, 2.0])
+@pytest.mark.parametrize("intervals", [(1, 100), (5, 50), (10, 1000), (50, 5), (100, 1)])
+def test_an_interval_that_changes_at_a_resume_gives_no_warning(intervals, power) -> None:
+    before, after = intervals
+    steps = [*(step for step in sampled(before) if step <= 500), *(step for step in sampled(after) if step > 500)]
+    assert warned_at(lambda step: step**power, steps) == []
+    # and none after steps that were not recorded
+    assert warned_at(lambda step: step**power, [step for step in steps if not 300 < step <= 4000]) == []
+
+
+@pytest.mark.parametrize("intervals", [(5, 50), (50, 5), (100, 1)])
+def test_a_weight_that_diverges_is_warned_of_after_an_interval_has_changed(intervals) -> None:
+    before, after = intervals
+    steps = [*(step for step in sampled(before) if step <= 1000), *(step for step in sampled(after) if step > 1000)]
+    (warned,) = warned_at(lambda step: step**0.5 * math.exp(0.01 * max(0, step - 2000)), steps)
+    assert 2000 + math.log(3) / 0.01 < warned < 2000 + math.log(8) / 0.01 + 2 * after
+
+
+def test_samples_of_before_are_warned_of_where_other_thresholds_let_them_pass() -> None:
+    bad = [row(step, flushed=0.4) for step in (1, 5, 10)]
+    for since, count in ((0, 0), (7, 0), (10, 1)):
+        warnings = Warnings(Watchdog())
+        warnings.resume(bad, since)
+        assert len(warnings.of([row(15, flushed=0.4)])) == count
+
+
 def test_each_weight_has_its_own_course() -> None:
     warnings = Warnings(Watchdog())
     for step in range(8):
@@ -128,13 +156,20 @@ def test_a_weight_of_zeros_has_no_course_until_it_is_learned() -> None:
 def test_the_memory_of_a_course_is_bounded_and_spread_over_the_run() -> None:
     course = Course()
     for step in range(10_000):
-        course.growth(1.0 + step)
+        course.growth(step, 1.0 + step)
     values = course._values
     assert len(values) <= 65
     gaps = {after - before for before, after in itertools.pairwise(values)}
     assert values[0] == 1.0
     assert values[-1] > 9_500
     assert len(gaps) == 1
+
+
+def test_thresholds_are_written_as_json() -> None:
+    rules = Watchdog(saturated=None, flushed=np.float32(0.5), weight_growth=math.inf)
+    assert json.dumps(rules.thresholds, allow_nan=False) == (
+        '{"saturated": null, "flushed": 0.5, "weight_growth": null}'
+    )
 
 
 def test_a_threshold_of_none_is_never_reached() -> None:

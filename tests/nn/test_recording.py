@@ -7,9 +7,9 @@ import math
 import re
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from fp8booster import FP8Config, FP8Linear, convert_to_fp8, fuse, record
@@ -18,14 +18,11 @@ from fp8booster.kernels import code_statistics
 from fp8booster.monitor.scales import ScaleRow
 from fp8booster.monitor.sinks import JsonLines, read_scales
 from fp8booster.monitor.watchdog import Watchdog
-from fp8booster.nn import recording as module
 from fp8booster.nn.fused.merged_layers import MergedLayers
 from fp8booster.nn.held_casts import joined, plain_name
-from fp8booster.nn.recording import NonFiniteStep
 from fp8booster.optim import AdamW
 from fp8booster.optim.gradient_sums import value_of
 from tests.colossal.moe.models import tiny_mixtral
-from tests.distributed import ranks
 from tests.kernels.matrices import quantize
 from tests.nn.models import tiny_llama
 
@@ -402,6 +399,24 @@ def test_a_file_goes_on_where_a_run_does(tmp_path) -> None:
     assert sorted({row.step for row in read_scales(path)[1]}) == [4]
 
 
+def test_numbers_of_numpy_are_written_as_json(tmp_path) -> None:
+    path = tmp_path / "scales.jsonl"
+    with record(model := blocks(), every=np.int64(2), done=np.int64(1), sink=path):
+        steps(model, 1)
+    assert {row.step for row in read_scales(path)[1]} == {2}
+
+
+def test_a_sample_is_written_before_a_checkpoint_and_once(tmp_path) -> None:
+    path = tmp_path / "scales.jsonl"
+    with record(model := blocks(), every=2, sink=path) as recording:
+        for count, written in ((1, {1}), (1, {1, 2}), (1, {1, 2}), (1, {1, 2, 4})):
+            steps(model, count)
+            recording.flush()
+            assert {row.step for row in read_scales(path)[1]} == written
+    rows = [(row.step, row.layer, row.role) for row in read_scales(path)[1]]
+    assert len(rows) == len({*rows})
+
+
 def test_recordings_may_end_in_any_order() -> None:
     model, sinks = blocks(), (Kept(), Kept())
     before = [layer.fp8_casts for layer in model.layers]
@@ -412,68 +427,6 @@ def test_recordings_may_end_in_any_order() -> None:
     second.close()
     assert [layer.fp8_casts for layer in model.layers] == before
     assert [{row.step for row in sink.rows} for sink in sinks] == [{1}, {1, 2}]
-
-
-def test_a_broken_weight_is_named() -> None:
-    model = blocks()
-    model.layers[1].weight.data[3, 4] = math.nan
-    recording = record(model)
-    loss = model(torch.randn(16, 32, dtype=torch.bfloat16)).float().sum()
-    with pytest.raises(
-        NonFiniteStep, match=r"weight of layers\.1 on rank 0 is the first tensor that is not.*checkpoint"
-    ):
-        recording.allows_step(loss)
-    recording.close()
-
-
-@pytest.mark.parametrize("every", [1, 1000])
-def test_an_activation_that_overflows_is_named_in_any_step(every) -> None:
-    model = blocks()
-    with record(model, every=every) as recording:
-        steps(model, 1)
-        model.layers[2].register_forward_pre_hook(lambda _, args: (args[0] * math.inf,))
-        norm = model(torch.randn(16, 32, dtype=torch.bfloat16)).float().sum()
-        with pytest.raises(NonFiniteStep, match=r"Step 2 is not finite, and input of layers\.2"):
-            recording.allows_step(norm)
-
-
-@ranks(2)
-def test_a_rank_that_does_not_tell_what_it_saw_is_named() -> None:
-    model, warned = blocks(), []
-    with record(model, on_warning=warned.append) as recording:
-        if dist.get_rank() == 0:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(module, "PATIENCE", 0.05)
-                recording.blame()
-        dist.barrier()
-    assert warned == ["What rank 1 saw in step 1 is not known, for it did not come."][: 1 - dist.get_rank()]
-
-
-def test_a_gradient_that_overflows_is_named() -> None:
-    model = blocks()
-    model.layers[1].register_full_backward_hook(lambda *_: (torch.full((16, 32), math.inf, dtype=torch.bfloat16),))
-    with record(model) as recording:
-        model(torch.randn(16, 32, dtype=torch.bfloat16, requires_grad=True)).float().sum().backward()
-        with pytest.raises(NonFiniteStep, match=r"output gradient of layers\.0"):
-            recording.allows_step(math.nan)
-
-
-def test_what_is_not_finite_outside_fp8_is_said_so() -> None:
-    with record(blocks()) as recording:
-        steps(blocks(), 1)
-        with pytest.raises(NonFiniteStep, match="outside FP8 layers"):
-            recording.allows_step(math.inf)
-
-
-def test_a_bad_step_is_skipped_or_only_warned_of() -> None:
-    for rule, allowed in (("skip", False), ("warn", True)):
-        said: list[str] = []
-        with record(blocks(), watchdog=Watchdog(on_nonfinite=rule), on_warning=said.append) as recording:
-            assert recording.allows_step(1.0)
-            assert recording.allows_step(torch.tensor(math.nan)) is allowed
-            assert recording.step == (1 if allowed else 2)
-        (sentence,) = said
-        assert sentence.endswith("skipped." if rule == "skip" else "taken all the same.")
 
 
 def grow_a_channel(model: Blocks, step: int) -> None:
@@ -504,11 +457,34 @@ def test_a_resumed_recording_goes_on_with_the_courses_of_weights_and_what_was_wa
         assert [sentence.partition(":")[0] for sentence in said] == ["Step 16, weight of layers.1"]
 
 
+def test_a_resumed_recording_has_warned_of_nothing_by_other_thresholds(tmp_path) -> None:
+    model, path = blocks(), tmp_path / "scales.jsonl"
+
+    def shrink(_: int) -> None:
+        """Let half of the values of one weight become zero in each sample."""
+        with torch.no_grad():
+            model.layers[1].weight[::2] *= 1e-9
+
+    given = []
+    for number, flushed in enumerate((0.9, 0.25, 0.25, 0.2)):
+        said: list[str] = []
+        rules = Watchdog(flushed=flushed)
+        with record(model, every=1, sink=path, watchdog=rules, done=2 * number, on_warning=said.append):
+            steps(model, 2, shrink)
+        given.append([sentence.partition(":")[0] for sentence in said])
+    assert given == [[], ["Step 3, weight of layers.1"], [], ["Step 7, weight of layers.1"]]
+
+
 def test_what_is_no_model_in_fp8_is_refused() -> None:
     with pytest.raises(ValueError, match="nothing to record"):
         record(nn.Linear(16, 16))
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(ValueError, match="every is 0; give the number of steps from a sample to the next, at least 1"):
         record(blocks(), every=0)
+    with pytest.raises(ValueError, match="done is -1; give the number of steps that the run has taken, 0 for a new"):
+        record(blocks(), done=-1)
+    for wrong in ({"every": 1.5}, {"every": True}, {"done": "3"}):
+        with pytest.raises(TypeError, match=f"{next(iter(wrong))} is .*; it must be a whole number"):
+            record(blocks(), **wrong)
 
 
 def test_names_are_those_of_the_model() -> None:

@@ -218,6 +218,46 @@ def test_ranks_skip_a_step_together_though_one_alone_saw_it() -> None:
     assert len(said) == 1
 
 
+KEEP_GRADIENTS: dict[str, Callable[[], Boosted]] = {
+    **{
+        f"ZeRO {stage}": lambda stage=stage: training.boost(
+            training.ours(stage=stage, max_norm=1.0, use_fp8=True, fp8_config=CONFIG), lr=LR
+        )
+        for stage in (1, 2)
+    },
+    "Gemini": lambda: gemini_runs.boost(gemini_runs.wire(max_norm=1.0), lr=LR),
+}
+
+
+def checked_before_the_update_on_rank(engine: str) -> tuple[str, list[str]]:
+    run, said = KEEP_GRADIENTS[engine](), []
+    tokens = batch(1).chunk(2)[dist.get_rank()]
+    with record(run.model, on_warning=said.append) as recording:
+        run.optimizer.before_update = lambda: recording.allows_step(run.optimizer.get_grad_norm())
+        run.step(tokens)
+        expected = run.loss(tokens).item()
+        run.booster.backward(run.loss(tokens) * math.nan, run.optimizer)
+        assert said == []
+        # what torch finds is 0, and not what went wrong
+        for _ in range(2):
+            assert recording.allows_step(torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0))
+        with pytest.raises(NonFiniteStep) as raised:
+            run.optimizer.step()
+        run.optimizer.zero_grad()
+        assert run.loss(tokens).item() == expected
+    return str(raised.value), said
+
+
+@pytest.mark.parametrize("engine", KEEP_GRADIENTS)
+def test_gradients_that_an_engine_keeps_are_checked_before_the_update_and_not_by_torch(engine) -> None:
+    (one, said), (other, nothing) = on_ranks(2, checked_before_the_update_on_rank, engine=engine)
+    assert one == other
+    assert one.startswith("Step 2 is not finite, and output gradient of")
+    (sentence,) = said
+    assert sentence.startswith("allows_step was given 0, and no parameter of the model has a gradient in .grad")
+    assert nothing == []
+
+
 def warned_of_growth_on_rank_1() -> list[str]:
     model, said = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).bfloat16(), []
     convert_to_fp8(model, CONFIG)

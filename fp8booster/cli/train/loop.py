@@ -329,6 +329,9 @@ class Trainer:
             options=self._options,
         )
         self._tell("status", text=f"saving step {self._step}")
+        if self._recording is not None:
+            # a run that resumes from here does not take the sample of this step again
+            self._recording.flush()
         folder = save_checkpoint(
             self._task.checkpoints, state, self._boosted, self._config, self._task.tokens.tokenizer, finite
         )

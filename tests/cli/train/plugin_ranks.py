@@ -13,6 +13,7 @@ import torch.distributed as dist
 from fp8booster.cli.train.data import TokenFile
 from fp8booster.cli.train.launch import Task
 from fp8booster.cli.train.options import TrainOptions
+from fp8booster.monitor.sinks import FILE, read_scales
 
 STEPS, SAVED, SAMPLED = 4, 2, 2
 
@@ -127,12 +128,19 @@ def train_each(options: TrainOptions, tokens: TokenFile, short: TokenFile, folde
         task.folder.mkdir(parents=True, exist_ok=True)
         dist.barrier()
         colossalai.utils.set_seed(options.seed)
-        said = Said()
+        said, sampled = Said(), {}
+
+        def show(kind: str, **values: Any) -> None:
+            said.show(kind, **values)
+            # of what a kill right after a checkpoint leaves
+            if kind == "checkpoint" and precision == "fp8":
+                sampled[values["step"]] = {row.step for row in read_scales(task.folder / FILE)[1]}
+
         try:
             with count_traffic() as traffic:
-                Trainer(task, said.show, lambda: False, traffic).run()
+                Trainer(task, show, lambda: False, traffic).run()
             steps = [event for event in said.events if event["kind"] == "step"]
-            found.setdefault(name, {})[kind] = {"steps": steps, "folder": str(task.folder)}
+            found.setdefault(name, {})[kind] = {"steps": steps, "folder": str(task.folder), "sampled": sampled}
         except Exception:
             found.setdefault(name, {})[kind] = {"failed": traceback.format_exc()}
         gc.collect()

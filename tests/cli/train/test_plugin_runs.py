@@ -216,6 +216,7 @@ def test_every_plugin_records_the_same_tensors(found, name) -> None:
     layers = (4 if deep else 2) if "PP" not in name else 1
     assert header["layers"]["fp8"] in (7 * layers, 14)
     assert {row.step for row in rows} == {1, 2, 4}
+    assert runs[1]["sampled"] == {SAVED: {1, 2}, STEPS: {1, 2, 4}}
     parts = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     for step in (2, 4):
         weights = {row.layer.rpartition(".")[2] for row in rows if (row.step, row.role) == (step, "weight")}
