@@ -136,7 +136,7 @@ def main(
         campaign = Run.of(root, variants, range(first_seed, first_seed + seeds), base)
         setting = Setting(base, processes, gpu_facts(device))
         try:
-            failed = learn(campaign, at, until, limit, setting, Output(out, json, commit))
+            failed = learn(campaign, at, until, limit, runs is not None, setting, Output(out, json, commit))
         except ValueError as error:
             command.refuse(str(error))
     raise typer.Exit(1 if failed else 0)
@@ -170,7 +170,13 @@ def folder_of(runs: Path | None) -> Iterator[Path]:
 
 
 def learn(
-    campaign: Sequence[Run], at: Sequence[Place], until: float, limit: float, setting: Setting, output: Output
+    campaign: Sequence[Run],
+    at: Sequence[Place],
+    until: float,
+    limit: float,
+    saves: bool,
+    setting: Setting,
+    output: Output,
 ) -> dict[str, str]:
     """Train what has not ended, write the result after each run and show it at the end; returns why runs failed."""
     console = Console(stderr=True, highlight=False)
@@ -195,7 +201,7 @@ def learn(
         if ended:
             write(campaign, failed, setting, output)
 
-    work_off(campaign, at, until=until, limit_s=limit, before_run=before, after_run=after)
+    work_off(campaign, at, until=until, limit_s=limit, saves=saves, before_run=before, after_run=after)
     show(*write(campaign, failed, setting, output))
     done = sum(run.folder.end() is not None for run in campaign)
     left = sum(run.job.steps - len(run.folder.losses()) for run in campaign if run.folder.end() is None)

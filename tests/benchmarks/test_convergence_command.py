@@ -1,0 +1,214 @@
+"""What `benchmarks.convergence` keeps when something goes wrong, and what it refuses before it trains."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from benchmarks.training import learner
+from benchmarks.training.campaign import Place, places, work_off
+from benchmarks.training.data import tokens_of
+from benchmarks.training.job import Job
+from benchmarks.training.runs import HELD_OUT, NOT_FINITE, Run, RunFolder
+from benchmarks.training.variants import VARIANTS, chosen
+from tests.distributed import TEST_SECONDS
+from tests.programs import Program
+
+JOB = Job(model="micro", sequence=32, steps=20, warm_up=0, device="cpu")
+MICRO = ["--device", "cpu", "--model", "micro", "--sequence", "32", "--held-out", "0.1"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "text.txt").write_text("\n".join(f"{i} times {i} is {i * i}." for i in range(1500)))
+    return folder / "text.txt"
+
+
+@pytest.fixture
+def environment(text) -> dict[str, str]:
+    return os.environ | {"CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": str(text.parent / "cache")}
+
+
+def record(folder: RunFolder, *steps: int, size: int = 10) -> RunFolder:
+    """A folder with a record of `size` losses a line, each at its step."""
+    folder.path.mkdir(parents=True, exist_ok=True)
+    for step in steps:
+        folder.append(step=step, losses=[1.0] * size, tokens=1000, seconds=4.0)
+    return folder
+
+
+def end(folder: RunFolder) -> None:
+    folder.finish(HELD_OUT, held_out={"own": 4.0, "error": 0.1, "BF16": 4.0}, kinds={}, layers=None)
+
+
+def test_one_command_at_a_time_is_in_a_folder(tmp_path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    with (
+        folder.locked(),
+        pytest.raises(ValueError, match=f"another command is training in {folder.path}; wait for it, or give another"),
+        RunFolder(folder.path).locked(),
+    ):
+        pass
+    with RunFolder(folder.path).locked():
+        pass
+    with pytest.raises(ValueError, match="--also a=b is given twice; leave one out"):
+        chosen(["bf16"], ["a=b", "c=d", "a=b"])
+
+
+def test_another_run_in_a_folder_is_refused_with_what_differs(tmp_path) -> None:
+    with (folder := RunFolder(tmp_path)).locked():
+        folder.claim("fp8booster-bf16", JOB, 2)
+        folder.claim("fp8booster-bf16", JOB, 2)
+        with pytest.raises(ValueError, match=r"holds a run that differs in ranks; give another --runs, or the options"):
+            folder.claim("fp8booster-bf16", JOB, 1)
+        with pytest.raises(ValueError, match=r"differs in micro_batch, lr; give"):
+            folder.claim("fp8booster-bf16", replace(JOB, lr=1e-3, micro_batch=1), 2)
+        (tmp_path / "job.json").write_text("{")
+        with pytest.raises(ValueError, match=r"job.json is broken: .*; remove the run's folder"):
+            folder.claim("fp8booster-bf16", JOB, 2)
+
+
+def test_losses_are_one_for_each_step(tmp_path) -> None:
+    twice = record(RunFolder(tmp_path / "twice"), 10, 10, 20, 20)
+    with pytest.raises(ValueError, match=f"does not have one loss for each of 20 steps; remove {twice.path} to train"):
+        twice.cut(20)
+    with pytest.raises(ValueError, match="one loss for each of 30 steps"):  # the checkpoint is of a later step
+        record(RunFolder(tmp_path / "lost"), 10, 20).cut(30)
+    end(twice)
+    with pytest.raises(ValueError, match="one loss for each of 20 steps"):
+        twice.claim("fp8booster-bf16", JOB, 1)
+    end(whole := record(RunFolder(tmp_path / "whole"), 10, 20))
+    whole.claim("fp8booster-bf16", JOB, 1)
+    # a line of losses that are not finite has fewer
+    (broken := record(record(RunFolder(tmp_path / "broken"), 10), 20, size=4)).finish(NOT_FINITE, at_step=15)
+    broken.claim("fp8booster-bf16", JOB, 1)
+
+
+@pytest.mark.parametrize("line", ['{"step": 20, "lo', "7", "\0\xff"])
+def test_a_broken_line_is_named(tmp_path, line: str) -> None:
+    folder = record(RunFolder(tmp_path), 10)
+    with (tmp_path / "losses.jsonl").open("a") as stream:
+        stream.write(line + "\n")
+    with pytest.raises(ValueError, match=f"{tmp_path}/losses.jsonl, line 2, is broken: .*; remove the run's folder"):
+        folder.losses()
+
+
+def test_the_record_is_on_the_disk_before_checkpoints_go(tmp_path, monkeypatch) -> None:
+    folder = record(RunFolder(tmp_path), 10)
+    folder.checkpoints.mkdir()
+    there: list[bool] = []
+    monkeypatch.setattr(os, "fsync", lambda file: there.append(folder.checkpoints.exists()))
+    end(folder)
+    assert there == [True]
+    assert not folder.checkpoints.exists()
+
+
+def place_of(tmp_path: Path, *statuses: int) -> Place:
+    """A place whose ranks have ended."""
+    place = Place(len(statuses), None, "none")
+    place.run = Run(0, VARIANTS["bf16"], JOB, RunFolder(tmp_path))
+    place._ends_at = time.monotonic() + 100
+    place._hosts = [SimpleNamespace(ended=lambda _, status=status: status, kill=Mock()) for status in statuses]
+    for rank in range(len(statuses)):
+        (tmp_path / f"rank-{rank}.log").write_text(f"the log\nof rank {rank}")
+    return place
+
+
+def test_the_first_failure_is_the_reason(tmp_path) -> None:
+    for rank, at in enumerate((2.0, 1.0)):
+        file = tmp_path / f"rank-{rank}.failed"
+        file.write_text(f"reason of rank {rank}")
+        os.utime(file, (at, at))
+    assert place_of(tmp_path, 1, 1).ended() == (True, "reason of rank 1")
+    # one that the system ended wrote none, and others lost their connection to it
+    (tmp_path / "rank-1.failed").unlink()
+    assert place_of(tmp_path, 1, -9).ended() == (True, "rank 1 ended by signal SIGKILL: of rank 1")
+    (tmp_path / "rank-0.failed").write_text("")  # on a full disk
+    assert place_of(tmp_path, 1).ended() == (True, "rank 0 ended with code 1: of rank 0")
+
+
+def test_what_follows_the_last_step(text, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(text.parent / "cache"))
+    job = replace(JOB, steps=1, held_out=0.1)
+    job = replace(job, tokens=tokens_of(str(text), "text", job))
+    beyond, short = runs = [
+        Run.of(tmp_path / name, chosen(["bf16"], []), [0], replace(job, **changes))[0]
+        for name, changes in (
+            ("beyond", {"lr": 1e39}),  # the weights are not finite
+            ("short", {"held_out": 0.001}),
+        )
+    ]
+    reasons: list[str | None] = []
+    work_off(
+        runs,
+        places(1, 1, "cpu"),
+        until=math.inf,
+        limit_s=TEST_SECONDS,
+        saves=True,
+        before_run=Mock(),
+        after_run=lambda _, reason: reasons.append(reason),
+    )
+    assert reasons[0] is None
+    assert len(beyond.folder.losses()) == 1
+    assert beyond.folder.end() == {"end": NOT_FINITE, "at_step": 1}
+    # what fails there does not take the training with it
+    assert str(reasons[1]).startswith("ValueError: --held-out 0.001 of the text is")
+    assert short.folder.resumes_at == 1
+
+
+@pytest.mark.parametrize(
+    ("finite", "own", "ended"),
+    [(True, 4.0, HELD_OUT), (False, 4.0, NOT_FINITE), (True, math.nan, NOT_FINITE), (True, math.inf, NOT_FINITE)],
+)
+def test_a_run_is_finite_to_the_end(tmp_path, monkeypatch, finite: bool, own: float, ended: str) -> None:
+    found = {HELD_OUT: {"own": 4.0, "error": math.nan}, "code": {"own": own, "BF16": math.nan}}
+    monkeypatch.setattr(learner, "evaluate", lambda *_: found)
+    monkeypatch.setattr(learner, "facts_of", lambda _: {})
+    monkeypatch.setattr(learner.dist, "get_rank", lambda: 0)
+    built = Mock()
+    built.boosted.is_finite.return_value = finite
+    learner._finish(built, JOB, folder := RunFolder(tmp_path), torch.device("cpu"))
+    assert folder.end()["end"] == ended
+
+
+def test_a_command_that_is_asked_to_end_saves(text, tmp_path, environment) -> None:
+    given = ["--data", text, "--variant", "bf16", "--steps", "100000", "--seeds", "2", "--runs", tmp_path]
+    program = Program("benchmarks.convergence", *MICRO, *given, environment=environment)
+    folder = RunFolder(tmp_path / "seed-0" / "bf16")
+    try:
+        while not folder.losses():
+            assert program.returncode is None, program.stderr
+            time.sleep(0.1)
+        with pytest.raises(ValueError, match="another command is training"), folder.locked():
+            pass
+        program.send_signal(signal.SIGTERM)
+        assert program.wait() == 0
+    finally:
+        program.kill()
+    assert "seed 0, BF16: saved after" in program.stderr
+    assert "seed 1" not in program.stderr
+    assert folder.resumes_at == len(folder.losses()) > 0
+    assert not folder.stop.exists()
+
+
+def test_without_a_folder_of_runs_a_command_ends_at_once(monkeypatch) -> None:
+    place = Mock(run=None, ranks=1)
+    run = Mock()
+    run.folder.end.return_value = None
+    run.folder.locked.return_value.__enter__ = run.folder.locked.return_value.__exit__ = Mock(return_value=False)
+    place.begin.side_effect = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        work_off([run], [place], until=float("inf"), limit_s=1, saves=False, before_run=Mock(), after_run=Mock())
+    assert ended.value.code == 143
+    place.close.assert_called_once()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
