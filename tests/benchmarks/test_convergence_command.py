@@ -6,14 +6,19 @@ import math
 import os
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from benchmarks import convergence
+from benchmarks.harness.results import Result
 from benchmarks.training import learner
 from benchmarks.training.campaign import Place, places, work_off
 from benchmarks.training.data import tokens_of
@@ -49,6 +54,11 @@ def record(folder: RunFolder, *steps: int, size: int = 10) -> RunFolder:
 
 def end(folder: RunFolder) -> None:
     folder.finish(HELD_OUT, held_out={"own": 4.0, "error": 0.1, "BF16": 4.0}, kinds={}, layers=None)
+
+
+def invoke(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(convergence.app, [*MICRO, *arguments])
+    return result.exit_code, result.output
 
 
 def test_one_command_at_a_time_is_in_a_folder(tmp_path) -> None:
@@ -135,6 +145,72 @@ def test_the_first_failure_is_the_reason(tmp_path) -> None:
     assert place_of(tmp_path, 1, -9).ended() == (True, "rank 1 ended by signal SIGKILL: of rank 1")
     (tmp_path / "rank-0.failed").write_text("")  # on a full disk
     assert place_of(tmp_path, 1).ended() == (True, "rank 0 ended with code 1: of rank 0")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--minutes", "90", "--runs", "r"], "error: --limit is 3600 s, and a run fails then before --minutes 90 lets"),
+        (["--also", "a=b", "--also", "a=b"], "error: --also a=b is given twice"),
+        (["--held-out", "0.0001"], "error: --held-out 0.0001 of the text is "),
+        (["--kind", "short={folder}/short.txt"], "error: the text of {folder}/short.txt is "),
+        (["--micro-batch", "100000"], "error: The text has "),
+        (["--json", "{folder}/short.txt/a.json"], "error: {folder}/short.txt/a.json cannot be written: "),
+        (["--json", "{folder}"], "error: {folder} cannot be written: Is a directory; give another file or folder"),
+        (["--out", "{folder}/short.txt"], "error: {folder}/short.txt/convergence-micro-1-seeds-0-1-2-3_"),
+    ],
+)
+def test_a_mistake_is_found_before_training(text, tmp_path, monkeypatch, arguments: list[str], sentence: str) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(text.parent / "cache"))
+    monkeypatch.setattr(convergence, "work_off", Mock(side_effect=AssertionError))
+    (tmp_path / "short.txt").write_text("eleven and twelve")
+    given = [each.format(folder=tmp_path) for each in arguments]
+    code, output = invoke("--data", str(text), "--variant", "bf16", "--out", str(tmp_path / "out"), *given)
+    assert output.replace("\n", "").startswith(sentence.format(folder=tmp_path))
+    assert code == 2
+
+
+def test_a_negative_seed_is_refused() -> None:
+    code, output = invoke("--first-seed", "-1")
+    assert code == 2
+    assert "greater than or equal to 0" in output
+
+
+def work_at_once(runs: Sequence[Run], at: Any, *, before_run: Any, after_run: Any, **options: Any) -> None:
+    """End all runs, without training."""
+    for run in runs:
+        before_run(run)
+        end(record(run.folder, 10, 20))
+        after_run(run, None)
+
+
+def test_what_cannot_be_written_on_the_way_ends_no_run(text, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(text.parent / "cache"))
+    monkeypatch.setattr(convergence, "work_off", work_at_once)
+    with monkeypatch.context() as patch:
+        patch.setattr(Result, "write", Mock(side_effect=[OSError(28, "No space left on device"), []]))
+        given = ["--data", str(text), "--variant", "bf16", "--steps", "20", "--json", str(tmp_path / "a.json")]
+        code, output = invoke(*given, "--seeds", "1")
+        assert "the result cannot be written: [Errno 28] No space left on device" in output
+        assert code == 0
+        patch.setattr(Result, "write", Mock(side_effect=[*[OSError(28, "No space left on device")] * 3, []]))
+        code, output = invoke(*given, "--seeds", "2")
+        assert output.count("cannot be written") == 3
+        assert "2 of 2 runs have ended" in output
+        assert code == 1  # no file has the result, which is shown
+    assert not (tmp_path / "a.json").exists()  # it was tried, and nothing is left of that
+
+
+def test_a_result_of_another_training_is_not_replaced(text, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(text.parent / "cache"))
+    monkeypatch.setattr(convergence, "work_off", work_at_once)
+    given = ["--data", str(text), "--variant", "bf16", "--steps", "20", "--seeds", "1", "--out", str(tmp_path)]
+    assert invoke(*given)[0] == 0
+    assert invoke(*given, "--at-once", "3")[0] == 0  # the same, another way
+    for other in (["--lr", "1e-2"], ["--variant", "fp8"]):
+        code, output = invoke(*given, *other)
+        assert code == 2
+        assert "is the result of another training; give another --out, or rename that file" in output
 
 
 def test_what_follows_the_last_step(text, tmp_path, monkeypatch) -> None:
