@@ -276,7 +276,7 @@ def join(
 
 
 def blank_result(campaign: Sequence[Run], setting: Setting, output: Output) -> Result:
-    """The result of a campaign before it finds anything, under the name that it keeps: also after midnight."""
+    """Return the result of a campaign before it finds anything, with the date and so the name that it keeps."""
     job = setting.job
     seeds = dict.fromkeys(run.seed for run in campaign)
     title = f"{job.steps} steps of {job.architecture.label}, {job.architecture.layers} layers, on {setting.place}"
@@ -293,7 +293,7 @@ def blank_result(campaign: Sequence[Run], setting: Setting, output: Output) -> R
 
 
 def labels_of(campaign: Sequence[Run]) -> list[str]:
-    """The labels of its variants, each once."""
+    """Return the labels of its variants, each once."""
     return list(dict.fromkeys(run.variant.label for run in campaign))
 
 
@@ -323,7 +323,7 @@ def require_own(result: Result, folder: Path | None) -> None:
 
 
 def _trained(markdown: str) -> list[str]:
-    """The lines of a result's head that say what was trained, and on which text."""
+    """Return the lines of a result's head that say what was trained, and on which text."""
     return [line for line in markdown.splitlines() if line.startswith(("- training: ", "- variants: ", "- text"))]
 
 

@@ -46,7 +46,7 @@ BLOCK = 10
 def learn(task: dict[str, Any]) -> None:
     """Train from where the run stands to its last step and evaluate, or save when it is `until`; every rank calls it.
 
-    It ends, too, when its folder has the file `stop`.
+    It saves and ends, too, when its folder has the file `stop`.
 
     Args:
         task: "engine", "job" and "folder" of the run; "until", in seconds since the epoch, when to save and end;

@@ -89,7 +89,7 @@ class RunFolder:
         else:
             write_whole(file, text)
         if (end := self.end()) is not None and end["end"] == HELD_OUT:
-            self.require_losses(job.steps)
+            self._require_losses(self.lines(), job.steps)
 
     def lines(self) -> list[dict[str, Any]]:
         """Its record; without the last line, where a kill has cut that.
@@ -102,10 +102,10 @@ class RunFolder:
         whole = [line for line in self._record.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
         return [_parsed(line, f"{self._record}, line {number},") for number, line in enumerate(whole, 1)]
 
-    def require_losses(self, steps: int) -> None:
-        """Raise ValueError unless the record has one loss for each of so many steps, in order."""
+    def _require_losses(self, lines: Sequence[dict[str, Any]], steps: int) -> None:
+        """Raise ValueError unless lines of the record have one loss for each of so many steps, in order."""
         done = 0
-        for line in self.lines():
+        for line in lines:
             done += len(line.get("losses", ()))
             if line.get("step", done) != done:
                 break
@@ -133,8 +133,8 @@ class RunFolder:
             ValueError: the record has not one loss for each step before.
         """
         kept = [line for line in self.lines() if line.get("step", step + 1) <= step]
+        self._require_losses(kept, step)
         write_whole(self._record, "".join(json.dumps(line) + "\n" for line in kept))
-        self.require_losses(step)
 
     def losses(self) -> list[float]:
         """The losses of every step so far."""

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -92,6 +93,7 @@ def test_losses_are_one_for_each_step(tmp_path) -> None:
     twice = record(RunFolder(tmp_path / "twice"), 10, 10, 20, 20)
     with pytest.raises(ValueError, match=f"does not have one loss for each of 20 steps; remove {twice.path} to train"):
         twice.cut(20)
+    assert len(twice.losses()) == 40  # as it was
     with pytest.raises(ValueError, match="one loss for each of 30 steps"):  # the checkpoint is of a later step
         record(RunFolder(tmp_path / "lost"), 10, 20).cut(30)
     end(twice)
@@ -121,6 +123,20 @@ def test_the_record_is_on_the_disk_before_checkpoints_go(tmp_path, monkeypatch) 
     end(folder)
     assert there == [True]
     assert not folder.checkpoints.exists()
+
+
+def test_losses_are_on_the_disk_before_their_checkpoint(tmp_path, monkeypatch) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda _: order.append("losses"))
+    monkeypatch.setattr(learner, "new_checkpoint", lambda *_, **__: order.append("checkpoint") or nullcontext())
+    monkeypatch.setattr(learner, "save_random_state", Mock())
+    monkeypatch.setattr(learner, "batches", Mock())
+    monkeypatch.setattr(learner, "_over_ranks", lambda losses, late, _: ([1.0] * len(losses), late))
+    monkeypatch.setattr(learner.dist, "get_rank", lambda: 0)
+    built = Mock(**{"optimizer.param_groups": [], "replica.count": 1})
+    task = {"until": math.inf, "saves": True}
+    assert learner._train(built, replace(JOB, steps=1), RunFolder(tmp_path), 0, task, torch.device("cpu"))
+    assert order == ["losses", "checkpoint"]
 
 
 def place_of(tmp_path: Path, *statuses: int) -> Place:
