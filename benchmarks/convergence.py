@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 
@@ -39,16 +40,18 @@ from benchmarks.training.convergence import (
     read_runs,
 )
 from benchmarks.training.curves import timed_tables
-from benchmarks.training.data import tokens_of
+from benchmarks.training.data import batches, tokens_of
 from benchmarks.training.job import Job
 from benchmarks.training.kinds import kind_of_text
 from benchmarks.training.launch import is_launched
+from benchmarks.training.learner import texts_of
 from benchmarks.training.output import Output, describe, gpu_facts, head_of, show
 from benchmarks.training.records import Setting, place_of
 from benchmarks.training.runs import Run
 from benchmarks.training.variants import VARIANTS, chosen, forwards
 from fp8booster.cli.train.data import TokenFile
 from fp8booster.cli.train.key_values import fp8_config
+from fp8booster.training.batches import Replica
 
 NONE: list[str] = []
 app = typer.Typer(pretty_exceptions_enable=False, add_completion=False, invoke_without_command=True)
@@ -84,7 +87,7 @@ def main(
     steps: Annotated[int, typer.Option(min=1, help="Steps of each run.")] = 300,
     lr: Annotated[float, typer.Option(help="Highest learning rate; a tenth of the steps lead up to it.")] = 1e-4,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each variant.")] = 4,
-    first_seed: Annotated[int, typer.Option(help="The first seed; the others follow it.")] = 0,
+    first_seed: Annotated[int, typer.Option(min=0, help="The first seed; the others follow it.")] = 0,
     variant: Annotated[list[str], typer.Option(help=f"{', '.join(VARIANTS)} (default: all); repeat it.")] = NONE,
     also: Annotated[list[str], typer.Option(help="key=value for FP8Config of one variant more; repeat it.")] = NONE,
     fp8_option: Annotated[list[str], typer.Option(help="key=value for FP8Config of all; repeat the option.")] = NONE,
@@ -101,7 +104,7 @@ def main(
     minutes: Annotated[
         float | None, typer.Option(help="After so many, runs save and the command ends; start it again to go on.")
     ] = None,
-    runs: Annotated[Path | None, typer.Option(help="Folder of losses and checkpoints, for --minutes.")] = None,
+    runs: Annotated[Path | None, typer.Option(help="Folder of losses and checkpoints, to resume from.")] = None,
     at_once: Annotated[
         int | None, typer.Option(min=1, help="Runs that share the GPUs (default: as many as there are GPUs for).")
     ] = None,
@@ -125,11 +128,17 @@ def main(
             fp8_config(options)
         if minutes is not None and runs is None:
             raise ValueError("--minutes ends runs that are to go on, and there is no --runs to go on from; add it")
+        if minutes is not None and limit <= 60 * minutes:
+            raise ValueError(
+                f"--limit is {limit:g} s, and a run fails then before --minutes {minutes:g} lets it save; "
+                f"give more than {60 * minutes:g}"
+            )
         if is_launched():
             raise ValueError("this starts the processes of each run; start it without torchrun, with --processes")
         at = places(at_once, processes, device)
         base = replace(base, tokens=tokens_of(data, text_column, base, tokenizer))
         base = replace(base, kinds=tuple(kind_of_text(each, data, base.tokens, text_column) for each in kind))
+        require_text(base, processes)
     except (TypeError, ValueError, OSError) as error:
         command.refuse(str(error))
     until = float("inf") if minutes is None else began + 60 * minutes
@@ -137,10 +146,10 @@ def main(
         campaign = Run.of(root, variants, range(first_seed, first_seed + seeds), base)
         setting = Setting(base, processes, gpu_facts(device))
         try:
-            failed = learn(campaign, at, until, limit, setting, Output(out, json, commit))
+            well = learn(campaign, at, until, limit, runs is not None, setting, Output(out, json, commit))
         except ValueError as error:
             command.refuse(str(error))
-    raise typer.Exit(1 if failed else 0)
+    raise typer.Exit(0 if well else 1)
 
 
 def parse_outlier(text: str | None) -> tuple[int, float] | None:
@@ -160,6 +169,14 @@ def parse_outlier(text: str | None) -> tuple[int, float] | None:
         raise ValueError(f"--outlier is {text!r}; write it as CHANNEL:FACTOR, as 7:200") from None
 
 
+def require_text(job: Job, ranks: int) -> None:
+    """Raise ValueError where a text is too short for a step of all ranks, or to evaluate on: before the training."""
+    cpu = torch.device("cpu")
+    batches(job, Replica(0, ranks), cpu)
+    for text in texts_of(job, cpu).values():
+        next(iter(text()), None)
+
+
 @contextmanager
 def folder_of(runs: Path | None) -> Iterator[Path]:
     """The folder that was given, or one that is removed."""
@@ -171,12 +188,25 @@ def folder_of(runs: Path | None) -> Iterator[Path]:
 
 
 def learn(
-    campaign: Sequence[Run], at: Sequence[Place], until: float, limit: float, setting: Setting, output: Output
-) -> dict[str, str]:
-    """Train what has not ended, write the result after each run and show it at the end; returns why runs failed."""
+    campaign: Sequence[Run],
+    at: Sequence[Place],
+    until: float,
+    limit: float,
+    saves: bool,
+    setting: Setting,
+    output: Output,
+) -> bool:
+    """Train what has not ended, write the result after each run and show it at the end; returns whether all went well.
+
+    Raises:
+        ValueError: a file of the result cannot be written or is another training's, or `work_off` refuses.
+    """
     console = Console(stderr=True, highlight=False)
     failed: dict[str, str] = {}
     begun: dict[str, int] = {}
+    blank = blank_result(campaign, setting, output)
+    blank.require_writable(folder=output.folder, json_file=output.json_file)
+    require_own(blank, output.folder)
 
     def before(run: Run) -> None:
         begun[run.name] = done = run.folder.resumes_at
@@ -194,15 +224,24 @@ def learn(
             f"  {run.name}: {state} after {done} of {run.job.steps} steps{speed}{size}", markup=False, soft_wrap=True
         )
         if ended:
-            write(campaign, failed, setting, output)
+            written()
 
-    work_off(campaign, at, until=until, limit_s=limit, before_run=before, after_run=after)
-    show(*write(campaign, failed, setting, output))
+    def written() -> tuple[Result, list[Path]] | None:
+        """Write the result so far; where that fails, say so, as the other runs are not to end with it."""
+        try:
+            return write(blank, campaign, failed, output)
+        except (OSError, ValueError) as error:
+            console.print(f"  the result cannot be written: {error}", markup=False, soft_wrap=True)
+            return None
+
+    work_off(campaign, at, until=until, limit_s=limit, saves=saves, before_run=before, after_run=after)
+    last = written()
+    show(*(last or write(blank, campaign, failed, Output(None, None, None))))
     done = sum(run.folder.end() is not None for run in campaign)
     left = sum(run.job.steps - len(run.folder.losses()) for run in campaign if run.folder.end() is None)
     tokens = 1e-6 * left * setting.tokens_a_step
     console.print(f"{done} of {len(campaign)} runs have ended, {tokens:.1f} M tokens are left", markup=False)
-    return failed
+    return not failed and last is not None
 
 
 def identified(tokens: TokenFile) -> str:
@@ -221,36 +260,69 @@ def join(
         found, variants, runs = read_runs(files)
     except ValueError as error:
         command.refuse(str(error))
-    head = joined_head(files, runs) | {"command": environment.command_line()}
+    head = joined_head(files, runs) | {"command": environment.command_line(), "variants": "; ".join(variants)}
     there = {f"seed {seed}, {variant}" for seed, of_seed in found.losses.items() for variant in of_seed}
     left_out = {name: reason for run in runs for name, reason in run["left_out"].items() if name not in there}
     count = len({*found.losses, *found.not_finite})
     title = f"Losses of {count} seeds, each on {place_of(int(head['ranks']), on_gpus=head['GPU'] != 'CPU')}"
-    result, written = deliver(
-        f"{runs[0]['benchmark'].partition('-seeds-')[0]}-joined", title, head, found, variants, left_out, out, json
-    )
+    name = f"{runs[0]['benchmark'].partition('-seeds-')[0]}-joined"
+    try:
+        result, written = deliver(name, title, head, found, variants, left_out, out, json)
+    except (OSError, ValueError) as error:
+        command.refuse(str(error))
     show(result, written)
 
 
-def write(
-    campaign: Sequence[Run], failed: dict[str, str], setting: Setting, output: Output
-) -> tuple[Result, list[Path]]:
-    """Write the result so far, under the name that it has when all runs have ended; returns it and its files."""
+def blank_result(campaign: Sequence[Run], setting: Setting, output: Output) -> Result:
+    """Return the result of a campaign before it finds anything, with the date and so the name that it keeps."""
     job = setting.job
-    found, left_out = Findings.of(campaign)
-    variants = list(dict.fromkeys(run.variant.label for run in campaign))
     seeds = dict.fromkeys(run.seed for run in campaign)
     title = f"{job.steps} steps of {job.architecture.label}, {job.architecture.layers} layers, on {setting.place}"
     tokens = job.steps * setting.tokens_a_step
     head = head_of(setting, output) | {"training": f"{describe(job)}, {job.steps} steps"}
+    head["variants"] = "; ".join(labels_of(campaign))
     head |= {"tokens of a run": f"{tokens / 1e6:.1f} M of {job.tokens.count / 1e6:.1f} M"}
     head["text"] = identified(job.tokens)
     head |= {f"text of {name}": identified(each) for name, each in job.kinds}
-    head |= {f"in FP8, {variant}": layers for variant, layers in found.facts.items()}
     changes = {"outlier": job.outlier, "tiny-gradients": job.gradient_scale, "fp32-start": job.fp32_start}
     stress = "".join(f"-{change}" for change, asked in changes.items() if asked)
     name = f"convergence-{job.model}-{setting.ranks}{stress}-seeds-{'-'.join(map(str, seeds))}"
-    return deliver(name, title, head, found, variants, left_out | failed, output.folder, output.json_file)
+    return Result(name, title, head, [])
+
+
+def labels_of(campaign: Sequence[Run]) -> list[str]:
+    """Return the labels of its variants, each once."""
+    return list(dict.fromkeys(run.variant.label for run in campaign))
+
+
+def write(blank: Result, campaign: Sequence[Run], failed: dict[str, str], output: Output) -> tuple[Result, list[Path]]:
+    """Write the result so far; returns it and its files."""
+    found, left_out = Findings.of(campaign)
+    head = blank.head | {f"in FP8, {variant}": layers for variant, layers in found.facts.items()}
+    return deliver(
+        blank.benchmark,
+        blank.title,
+        head,
+        found,
+        labels_of(campaign),
+        left_out | failed,
+        output.folder,
+        output.json_file,
+    )
+
+
+def require_own(result: Result, folder: Path | None) -> None:
+    """Raise ValueError where a folder has a result of the same name that is of another training."""
+    if folder is None:
+        return
+    (file,) = result.files(folder=folder, json_file=None)
+    if file.exists() and _trained(file.read_text()) != _trained(result.markdown()):
+        raise ValueError(f"{file} is the result of another training; give another --out, or rename that file")
+
+
+def _trained(markdown: str) -> list[str]:
+    """Return the lines of a result's head that say what was trained, and on which text."""
+    return [line for line in markdown.splitlines() if line.startswith(("- training: ", "- variants: ", "- text"))]
 
 
 def deliver(
@@ -263,7 +335,11 @@ def deliver(
     folder: Path | None,
     json_file: Path | None,
 ) -> tuple[Result, list[Path]]:
-    """Write tables and plot; returns the result and its files."""
+    """Write tables and plot; returns the result and its files.
+
+    Raises:
+        ValueError: the folder has a result of the same name that is of another training.
+    """
     tables = [
         part_table(found, variants),
         *timed_tables(found, variants),
@@ -273,6 +349,7 @@ def deliver(
         course_table(found.losses, variants),
     ]
     result = Result(name, title, head, tables, left_out)
+    require_own(result, folder)
     if folder is not None:
         # not with_suffix, as versions in the stem have dots
         result = replace(result, plots=plot(folder / result.stem, found, variants, title))

@@ -12,6 +12,8 @@ from typing import Any
 import rich.markup
 import rich.table
 
+from fp8booster.files import write_whole
+
 Record = dict[str, Any]
 
 
@@ -95,18 +97,37 @@ class Result:
             indent=1,
         )
 
+    def files(self, *, folder: Path | None, json_file: Path | None) -> list[Path]:
+        """Return the Markdown file in `folder` and `json_file`, where given."""
+        return [*([] if folder is None else [folder / f"{self.stem}.md"]), *([] if json_file is None else [json_file])]
+
+    def require_writable(self, *, folder: Path | None, json_file: Path | None) -> None:
+        """Make the folders of the files, and see that these can be written, before hours of work.
+
+        Raises:
+            ValueError: one cannot.
+        """
+        for path in self.files(folder=folder, json_file=json_file):
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                new = not path.exists()
+                path.open("a").close()
+            except OSError as error:
+                raise ValueError(f"{path} cannot be written: {error.strerror}; give another file or folder") from None
+            if new:
+                path.unlink()
+
     def write(self, *, folder: Path | None, json_file: Path | None) -> list[Path]:
         """Write Markdown into `folder` and JSON to `json_file`, where given; return what was written."""
-        written = []
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            written.append(folder / f"{self.stem}.md")
-            written[-1].write_text(self.markdown())
-        if json_file is not None:
-            json_file.parent.mkdir(parents=True, exist_ok=True)
-            written.append(json_file)
-            written[-1].write_text(self.json())
-        return written
+        files = self.files(folder=folder, json_file=json_file)
+        for path in files:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            text = self.json() if path == json_file else self.markdown()
+            if path.exists() and not path.is_file():
+                path.write_text(text)  # a device or a pipe, as /dev/stdout, is not to be replaced by a file
+            else:
+                write_whole(path.resolve(), text)
+        return files
 
 
 def _code(key: str, value: str) -> str:

@@ -35,7 +35,7 @@ from fp8booster import convert_to_fp8, fuse
 from fp8booster.checkpoints import named_step, new_checkpoint, newest_checkpoint
 from fp8booster.cli.train.checkpoints import load_random_state, save_random_state
 from fp8booster.cli.train.key_values import fp8_config
-from fp8booster.nn.recording import record
+from fp8booster.nn.recording import Recording, record
 from fp8booster.training.models import build
 from fp8booster.training.optimizers import WarmupCosine
 
@@ -46,11 +46,11 @@ BLOCK = 10
 def learn(task: dict[str, Any]) -> None:
     """Train from where the run stands to its last step and evaluate, or save when it is `until`; every rank calls it.
 
-    A run that goes on another time is saved before it evaluates, too.
+    It saves and ends, too, when its folder has the file `stop`.
 
     Args:
         task: "engine", "job" and "folder" of the run; "until", in seconds since the epoch, when to save and end;
-            "limit_s", after which a collective has failed.
+            "saves", whether it is saved before it evaluates, too; "limit_s", after which a collective has failed.
     """
     # recorded from here on, in the run's folder, and not by the engine
     job = replace(given := Job.from_record(task["job"]), record=0)
@@ -67,15 +67,36 @@ def learn(task: dict[str, Any]) -> None:
     records = given.record and facts_of(built.model)["layers"] is not None
     done = folder.resumes_at
     # before weights are loaded, which casts those of the next step
-    with record(built.model, every=given.record, sink=folder.scales, done=done) if records else nullcontext():
-        ended = _train(built, job, folder, _resume(built, folder), task["until"], device)
+    recorded = record(built.model, every=given.record, sink=folder.scales, done=done) if records else nullcontext()
+    with recorded as recording:
+        ended = _train(built, job, folder, _resume(built, folder), task, device, recording)
     if ended:
-        found = evaluate(built, job, device)
-        if dist.get_rank() == 0:
-            folder.finish(HELD_OUT, held_out=found.pop(HELD_OUT), kinds=found, **facts_of(built.model))
+        _finish(built, job, folder, device)
 
 
-def _train(built: BuiltEngine, job: Job, folder: RunFolder, step: int, until: float, device: torch.device) -> bool:
+def _finish(built: BuiltEngine, job: Job, folder: RunFolder, device: torch.device) -> None:
+    """Evaluate after the last step, and write how the run ended."""
+    # no loss follows the last update, which may have made weights NaN
+    found = evaluate(built, job, device) if built.boosted.is_finite() else {}
+    # only as the run computes: that another way is not finite is a finding about that way
+    finite = bool(found) and all(math.isfinite(losses["own"]) for losses in found.values())
+    if dist.get_rank() != 0:
+        return
+    if finite:
+        folder.finish(HELD_OUT, held_out=found.pop(HELD_OUT), kinds=found, **facts_of(built.model))
+    else:
+        folder.finish(NOT_FINITE, at_step=job.steps)
+
+
+def _train(
+    built: BuiltEngine,
+    job: Job,
+    folder: RunFolder,
+    step: int,
+    task: dict[str, Any],
+    device: torch.device,
+    recording: Recording | None,
+) -> bool:
     """Train from a step on; returns whether to evaluate: else it was late, and is saved, or a loss was not finite."""
     first = dist.get_rank() == 0
     feed = batches(job, built.replica, device)
@@ -92,7 +113,7 @@ def _train(built: BuiltEngine, job: Job, folder: RunFolder, step: int, until: fl
             evaluates = job.evaluate_every and step % job.evaluate_every == 0 and step < job.steps
             if step % BLOCK == 0 or step == job.steps or evaluates:
                 break
-        values, late = _over_ranks(losses, time.time() >= until, device)
+        values, late = _over_ranks(losses, time.time() >= task["until"] or folder.stop.exists(), device)
         finite = [value for value in values if math.isfinite(value)]
         line = {"step": step, "losses": finite, "tokens": len(values) * a_step, "seconds": time.monotonic() - began}
         if evaluates and len(finite) == len(values):
@@ -106,7 +127,12 @@ def _train(built: BuiltEngine, job: Job, folder: RunFolder, step: int, until: fl
                 folder.finish(NOT_FINITE, at_step=step - len(values) + bad + 1)
             return False
         # what follows the last step takes time too, in which a machine may go away
-        if late or (step == job.steps and math.isfinite(until)):
+        if late or (step == job.steps and task["saves"]):
+            # the checkpoint is of no use without the losses and the samples before it
+            if recording is not None:
+                recording.flush()
+            if first:
+                folder.sync()
             with new_checkpoint(folder.checkpoints, step, keep=1, finite=built.boosted.is_finite()) as place:
                 built.boosted.save(place)
                 save_random_state(built.boosted, place)

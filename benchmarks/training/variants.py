@@ -73,7 +73,7 @@ def chosen(keys: Sequence[str], also: Sequence[str]) -> list[Variant]:
     """The variants of a campaign: those named, all where none is, and one of FP8 for each option of `also`.
 
     Raises:
-        ValueError: a key that none has, or an option without "=".
+        ValueError: a key that none has, or an option without "=", or given twice.
     """
     for key in keys:
         if key not in VARIANTS:
@@ -81,6 +81,8 @@ def chosen(keys: Sequence[str], also: Sequence[str]) -> list[Variant]:
     for option in also:
         if "=" not in option:
             raise ValueError(f"--also {option!r} has no '='; write it as key=value")
+        if also.count(option) > 1:
+            raise ValueError(f"--also {option} is given twice; leave one out")
     named = [variant for key, variant in VARIANTS.items() if key in keys or not keys]
     return [
         *named,

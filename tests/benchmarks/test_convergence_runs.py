@@ -50,6 +50,7 @@ def train(runs: Sequence[Run], *, until: float = math.inf, at_once: int = 2) -> 
         places(at_once, 1, "cpu"),
         until=until,
         limit_s=TEST_SECONDS,
+        saves=math.isfinite(until),
         before_run=lambda run: None,
         after_run=lambda run, reason: outcomes.update({run.name: reason}),
     )
@@ -158,7 +159,7 @@ def test_runs_go_on_bit_for_bit(text, tmp_path, monkeypatch) -> None:
 
     # the folder of a run is its own
     (other,) = Run.of(tmp_path / "whole", variants[:1], [3], replace(job, lr=1e-3))
-    with pytest.raises(ValueError, match="holds a run of other options or another text; give another --runs"):
+    with pytest.raises(ValueError, match="holds a run that differs in record, evaluate_every, lr; give another --runs"):
         train([other])
 
 

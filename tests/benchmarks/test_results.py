@@ -1,7 +1,12 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
 
 from benchmarks.harness.results import Column, Result, Table, spread
 from benchmarks.harness.statistics import Samples
@@ -50,3 +55,23 @@ def test_files_are_named_after_device_date_and_version(tmp_path) -> None:
     ]
     assert [path.read_text() for path in written] == [RESULT.markdown(), RESULT.json()]
     assert RESULT.write(folder=None, json_file=None) == []
+
+
+def test_a_result_is_whole_or_as_before(tmp_path, monkeypatch) -> None:
+    (file := tmp_path / "a.json").write_text("before")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
+        with pytest.raises(OSError, match="No space left"):
+            RESULT.write(folder=None, json_file=file)
+    assert file.read_text() == "before"
+    RESULT.write(folder=None, json_file=Path(os.devnull))
+    assert not Path(os.devnull).is_file()
+
+
+def test_files_are_tried_before_the_work(tmp_path) -> None:
+    (file := tmp_path / "a.json").write_text("before")
+    RESULT.require_writable(folder=tmp_path / "new", json_file=file)
+    assert file.read_text() == "before"
+    assert list((tmp_path / "new").iterdir()) == []
+    with pytest.raises(ValueError, match=f"{file}/b.json cannot be written: .*; give another file or folder"):
+        RESULT.require_writable(folder=None, json_file=file / "b.json")
