@@ -125,7 +125,7 @@ def test_the_record_is_on_the_disk_before_checkpoints_go(tmp_path, monkeypatch) 
     assert not folder.checkpoints.exists()
 
 
-def test_losses_are_on_the_disk_before_their_checkpoint(tmp_path, monkeypatch) -> None:
+def test_losses_and_samples_are_on_the_disk_before_their_checkpoint(tmp_path, monkeypatch) -> None:
     order: list[str] = []
     monkeypatch.setattr(os, "fsync", lambda _: order.append("losses"))
     monkeypatch.setattr(learner, "new_checkpoint", lambda *_, **__: order.append("checkpoint") or nullcontext())
@@ -135,8 +135,9 @@ def test_losses_are_on_the_disk_before_their_checkpoint(tmp_path, monkeypatch) -
     monkeypatch.setattr(learner.dist, "get_rank", lambda: 0)
     built = Mock(**{"optimizer.param_groups": [], "replica.count": 1})
     task = {"until": math.inf, "saves": True}
-    assert learner._train(built, replace(JOB, steps=1), RunFolder(tmp_path), 0, task, torch.device("cpu"))
-    assert order == ["losses", "checkpoint"]
+    recording = Mock(**{"flush.side_effect": lambda: order.append("samples")})
+    assert learner._train(built, replace(JOB, steps=1), RunFolder(tmp_path), 0, task, torch.device("cpu"), recording)
+    assert order == ["samples", "losses", "checkpoint"]
 
 
 def place_of(tmp_path: Path, *statuses: int) -> Place:
