@@ -2,7 +2,7 @@
 # Makes the virtual environment $VENV5: the packages of $VENV, and above them the newest transformers.
 #
 # Only what differs is installed: transformers and peft of constraints-transformers5.txt, what these need newer, and
-# compressed-tensors, which reads what export writes.
+# compressed-tensors, which reads what export writes, and TRL.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -19,4 +19,4 @@ mv "$VENV5/parent.pth" "$("$python" -c 'import sysconfig; print(sysconfig.get_pa
 
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 "$VENV/bin/python" -m pip --python "$python" install --quiet --constraint constraints-transformers5.txt \
-  transformers peft compressed-tensors
+  transformers peft compressed-tensors trl
