@@ -66,7 +66,7 @@ def test_every_variant_is_measured_and_written_by_the_first_rank(tmp_path: Path,
             assert record["ratio"]["median"] == 1
             reach = rows.sum(0) - rows.diag()
             busiest = max(leave.max(), reach.max()).item() * row_bytes
-            assert record["bus_bytes_per_second"] == pytest.approx(busiest / record["ms"]["median"] * 1e3)
+            assert record["bf16_bytes_per_second"] == pytest.approx(busiest / record["ms"]["median"] * 1e3)
             assert record["error"] < 2**-8
         else:
             assert 2**-8 < record["error"] < 2**-4
