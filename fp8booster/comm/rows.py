@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8booster.comm.encoding import SMALLEST_BLOCK, Encoding, observers
+from fp8booster.comm.encoding import SMALLEST_BLOCK, Encoding
 from fp8booster.comm.observer import observer
 from fp8booster.comm.threshold import uncompressed_reason
-from fp8booster.kernels import message_rows, token_rows
+from fp8booster.kernels import message_rows
 from fp8booster.kernels.message_layout import MessageLayout
 
 _COLLECTIVE = "all_to_all_single"
@@ -71,31 +71,10 @@ def decode_rows(message: Tensor, width: int, dtype: torch.dtype, encoding: Encod
     return rows
 
 
-def sum_rows(
-    message: Tensor, places: Tensor, weights: Tensor, width: int, dtype: torch.dtype, encoding: Encoding
-) -> Tensor:
-    """Return the weighted sum of each token's rows in a message, [T, width] (`message_rows.sum_message`)."""
+def sum_rows(message: Tensor, places: Tensor, width: int, dtype: torch.dtype, encoding: Encoding) -> Tensor:
+    """Return the sum of each token's rows in a message, [T, width] (`message_rows.sum_message`)."""
     layout = _layout(width, len(message), encoding)
-    return message_rows.sum_message(_bytes(message), places, weights, layout, encoding.format, dtype)
-
-
-def sum_rows_backward(
-    gradient: Tensor, message: Tensor, places: Tensor, weights: Tensor, encoding: Encoding, purpose: str = _COLLECTIVE
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of a message, as another, and of the weights (`message_rows.sum_message_backward`)."""
-    layout, dtype = _layout(gradient.shape[1], len(message), encoding), encoding.format
-    made, dweights = message_rows.sum_message_backward(
-        gradient, _bytes(message), places, weights, layout, dtype, encoding.power_of_two
-    )
-
-    def gradients() -> Tensor:
-        # the kernel writes none: who looks makes them again
-        rows = decode_rows(message, gradient.shape[1], gradient.dtype, encoding)
-        return token_rows.sum_rows_backward(gradient, rows, places, weights)[0].view(-1)
-
-    for observe in observers:
-        observe(purpose, gradients, made, layout, dtype)
-    return made.view(torch.float32).view(message.shape), dweights
+    return message_rows.sum_message(_bytes(message), places, layout, encoding.format, dtype)
 
 
 def _bytes(message: Tensor) -> Tensor:
@@ -111,18 +90,23 @@ def send_rows(
     form: object,
     payload: int | None = None,
     why_not: str | None = None,
+    room: int = 0,
     async_op: bool = False,
 ) -> Callable[[], Tensor]:
-    """Send each rank its rows, and return what waits for those that come for this one, [sum(received), W].
+    """Send each rank its rows, and return what waits for those that come for this one.
 
     Args:
-        rows: [sum(sent), W], contiguous, those for each rank one after the other.
+        rows: [sum(sent) or more, W], contiguous, those for each rank one after the other.
         sent, received: rows for and from each rank; may be zero.
         group: the ranks.
         form: what ranks must have alike besides: an encoding, or the strategy of a cast.
         payload: bytes of the rows in high precision, with which those sent are compared; None: they are in it.
         why_not: the reason why they are, for `statistics`; None: it is as the caller was told.
+        room: give so many rows at least, of which those behind the ones that came have no meaning.
         async_op: let a GPU compute meanwhile.
+
+    Returns:
+        What waits for [sum(received) or `room`, W].
 
     Raises:
         ValueError: the ranks do not agree on size, dtype or form.
@@ -130,10 +114,11 @@ def send_rows(
     # of an empty part nothing arrives
     what = {"width": rows.shape[1], "dtype": rows.dtype, "form": form}
     observer.enter(group, _COLLECTIVE, on_arrival=False, what=what)
+    rows = rows[: sum(sent)]
     # no backend sends all FP8 formats
     given = rows if payload is None else rows.view(torch.uint8)
-    output = torch.empty(sum(received), given.shape[1], dtype=given.dtype, device=rows.device)
-    work = dist.all_to_all_single(output, given, received, sent, group, async_op)
+    output = torch.empty(max(sum(received), room), given.shape[1], dtype=given.dtype, device=rows.device)
+    work = dist.all_to_all_single(output[: sum(received)], given, received, sent, group, async_op)
     dtype = rows.dtype  # what is sent is let go once it has arrived
     # behind the launch, for which a GPU waits
     if payload is not None:

@@ -3,6 +3,8 @@
     rows[r] = tokens[choices[r] // k]                               choice t k + j is the j-th expert of token t
     y[t] = sum over j of weights[t, j] * rows[places[t, j]]         places[t, j] = r where choices[r] = t k + j
 
+A choice that has no row, as it lies on another rank, has the place -1 and adds nothing.
+
 A product is rounded to the dtype that torch gives it, a sum is FP32 and rounded once. On a GPU each is one launch that
 reads and writes every row once.
 """
@@ -46,13 +48,13 @@ def sum_rows(rows: Tensor, places: Tensor, weights: Tensor | None = None) -> Ten
 
     Args:
         rows: [R, H], contiguous, BF16, FP16 or FP32.
-        places: int64 [T, k], contiguous: the rows of each token.
+        places: int64 [T, k], contiguous: the rows of each token; -1 where a choice has none.
         weights: [T, k], contiguous; None: ones.
 
     Returns:
         [T, H] of the rows' dtype.
     """
-    of_tokens = rows.index_select(0, places.view(-1)).view(*places.shape, rows.shape[1])
+    of_tokens = _rows_of(rows, places)
     if weights is not None:
         of_tokens = of_tokens * weights.unsqueeze(2)
     return of_tokens.sum(1).to(rows.dtype)
@@ -69,9 +71,20 @@ def sum_rows_backward(gradient: Tensor, rows: Tensor, places: Tensor, weights: T
     Returns:
         ([R, H]; [T, k]), each of the dtype of what it is the gradient of.
     """
-    of_tokens = rows.index_select(0, places.view(-1)).view(*places.shape, rows.shape[1])
+    of_tokens = _rows_of(rows, places)
     gradient = gradient.to(torch.promote_types(rows.dtype, weights.dtype)).unsqueeze(1)
     drows = (gradient * weights.unsqueeze(2)).to(rows.dtype).view(-1, rows.shape[1])
     dweights = (gradient * of_tokens).sum(2).to(weights.dtype)
-    # every row is some token's, once: a copy, where index_add_ would zero and add in no fixed order
-    return torch.empty_like(rows).index_copy_(0, places.view(-1), drows), dweights
+    # every row is some token's, once: a copy, where index_add_ would zero and add in no fixed order. Behind them is a
+    # row for choices that have none
+    made = rows.new_empty(len(rows) + 1, rows.shape[1])
+    made.index_copy_(0, torch.where(places < 0, len(rows), places).view(-1), drows)
+    return made[:-1], dweights.masked_fill(places < 0, 0)
+
+
+def _rows_of(rows: Tensor, places: Tensor) -> Tensor:
+    """Return the row of each choice, [T, k, H]; zeros where it has none."""
+    if not len(rows):
+        return rows.new_zeros(*places.shape, rows.shape[1])
+    of_tokens = rows.index_select(0, places.clamp(min=0).view(-1)).view(*places.shape, rows.shape[1])
+    return of_tokens.masked_fill_((places < 0).unsqueeze(2), 0)

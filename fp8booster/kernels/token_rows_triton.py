@@ -86,8 +86,8 @@ def sum_rows_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for number in tl.static_range(OF_TOKEN):
         choice = token * OF_TOKEN + number
-        row = tl.load(places + choice) * features
-        values = tl.load(x + row + column, mask=inside, other=0.0).to(tl.float32)
+        row = tl.load(places + choice)
+        values = tl.load(x + row * features + column, mask=inside & (row >= 0), other=0.0).to(tl.float32)
         if WEIGHTED:
             values = values * tl.load(weights + choice).to(tl.float32)
             if ROUNDED:  # as torch multiplies 16 bits by 16: the product is rounded before it is added
@@ -117,7 +117,7 @@ def sum_rows_backward_kernel(
     # a whole row for each program: so the weight's gradient is one sum, without atomics
     for first in tl.range(0, features, BLOCK):
         column = first + tl.arange(0, BLOCK)
-        inside = column < features
+        inside = (column < features) & (row >= 0)
         gradient = tl.load(dy + token * features + column, mask=inside, other=0.0).to(tl.float32)
         values = tl.load(x + row * features + column, mask=inside, other=0.0).to(tl.float32)
         tl.store(dx + row * features + column, (gradient * weight).to(dx.dtype.element_ty), mask=inside)
@@ -188,7 +188,9 @@ def sum_rows_triton(rows: Tensor, places: Tensor, weights: Tensor | None = None)
 def sum_rows_backward_triton(gradient: Tensor, rows: Tensor, places: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Compute `sum_rows_backward`; weights' gradients are summed in another order."""
     drows, dweights = torch.empty_like(rows), torch.empty_like(weights)
-    if rows.numel():
+    if not rows.numel():
+        dweights.zero_()
+    else:
         launch(
             sum_rows_backward_kernel,
             places.numel(),

@@ -11,18 +11,18 @@ every rank has a gradient for every expert that it holds, in the same order, as 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from fp8booster.comm.encoding import Encoding
-from fp8booster.comm.rows import decode_rows, encode_rows, send_rows, sum_rows, sum_rows_backward, why_not_encoded
+from fp8booster.comm.rows import decode_rows, encode_rows, send_rows, sum_rows, why_not_encoded
 from fp8booster.nn.experts.fp8_rows import FP8Rows, values_of, with_amax
 from fp8booster.nn.experts.grouped import Grouped
 from fp8booster.nn.experts.host_copy import HostCopy
-from fp8booster.nn.experts.routing import Routes, weighted_sum
-from fp8booster.nn.linear.functional import linear_map, once_differentiable
+from fp8booster.nn.experts.routing import Routes, sum_of_rows
+from fp8booster.nn.linear.functional import linear_map
 
 Expert = Callable[[torch.Tensor], torch.Tensor]
 
@@ -57,32 +57,32 @@ class Wire(NamedTuple):
         """Return what came, [R, W], as rows [R, H]; differentiable."""
         return message if self.encoding is None else linear_map(message, self.decode, self.encode)
 
-    def summed(self, message: torch.Tensor, weights: torch.Tensor, routes: Routes) -> torch.Tensor:
-        """Return the weighted sum of each token's rows in what came back, [T, H]; differentiable.
+    def spread(self, tokens: torch.Tensor, routes: Routes) -> torch.Tensor:
+        """Return tokens [T, H] as a message of their rows, [R, W]; differentiable."""
+        return linear_map(tokens, lambda tokens: self.rows_of(tokens, routes), lambda rows: self.sum_of(rows, routes))
 
-        Args:
-            message: [T k, W].
-            weights: [T, k].
-            routes: of the rows.
-        """
-        if self.encoding is None:
-            return weighted_sum(message, weights, routes)
-        return _SumOfMessage.apply(message, weights, routes, self)
+    def summed(self, message: torch.Tensor, routes: Routes) -> torch.Tensor:
+        """Return the sum of each token's rows in a message, [T, H]; differentiable."""
+        return linear_map(
+            message, lambda message: self.sum_of(message, routes), lambda gradient: self.rows_of(gradient, routes)
+        )
 
-    def exchanged(self, message: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+    def exchanged(self, message: torch.Tensor, sent: list[int], received: list[int], room: int = 0) -> torch.Tensor:
         """Send each rank its part of a message; differentiable.
 
         Args:
-            message: [sum(sent), W], the rows for each rank one after the other.
+            message: [sum(sent) or more, W], the rows for each rank one after the other.
             sent, received: rows for and from each rank; may be zero.
+            room: as in `send_rows`.
 
         Returns:
-            [sum(received), W], those from each rank one after the other.
+            [sum(received) or `room`, W], those from each rank one after the other.
         """
+        rows = len(message)
         return linear_map(
             message,
-            lambda message: self.send(message, sent, received),
-            lambda gradient: self.send(gradient, received, sent),
+            lambda message: self.start(message, sent, received, room, async_op=False)(),
+            lambda gradient: self.start(gradient, received, sent, rows, async_op=False)(),
         )
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
@@ -93,34 +93,25 @@ class Wire(NamedTuple):
         """Decode as `decoded` does; not differentiable."""
         return message if self.encoding is None else decode_rows(message, self.width, self.dtype, self.encoding)
 
-    def send(self, message: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-        """Send as `exchanged` does; not differentiable."""
-        return self.start(message, sent, received, async_op=False)()
+    def rows_of(self, tokens: torch.Tensor, routes: Routes) -> torch.Tensor:
+        """Return a message as `spread` does; not differentiable."""
+        return self.encode(tokens).index_select(0, routes.tokens)  # a token is encoded once
+
+    def sum_of(self, message: torch.Tensor, routes: Routes) -> torch.Tensor:
+        """Return sums as `summed` does; not differentiable."""
+        if self.encoding is None:
+            return sum_of_rows(message, routes)
+        return sum_rows(message.contiguous(), routes.places, self.width, self.dtype, self.encoding)
 
     def start(
-        self, message: torch.Tensor, sent: list[int], received: list[int], async_op: bool = True
+        self, message: torch.Tensor, sent: list[int], received: list[int], room: int = 0, async_op: bool = True
     ) -> Callable[[], torch.Tensor]:
         """Begin to send as `exchanged` does, and return what waits for what comes; not differentiable."""
-        payload = None if self.encoding is None else len(message) * self.width * self.dtype.itemsize
-        rows, form = message.contiguous(), self.encoding
+        payload = None if self.encoding is None else sum(sent) * self.width * self.dtype.itemsize
+        rows, form, why_not = message.contiguous(), self.encoding, self.why_not
         return send_rows(
-            rows, sent, received, self.group, form=form, payload=payload, why_not=self.why_not, async_op=async_op
+            rows, sent, received, self.group, form=form, payload=payload, why_not=why_not, room=room, async_op=async_op
         )
-
-
-class _SumOfMessage(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, message: torch.Tensor, weights: torch.Tensor, routes: Routes, wire: Wire) -> torch.Tensor:
-        message, weights, encoding = message.contiguous(), weights.contiguous(), cast(Encoding, wire.encoding)
-        ctx.save_for_backward(message, weights, routes.places)
-        ctx.encoding = encoding
-        return sum_rows(message, routes.places, weights, wire.width, wire.dtype, encoding)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
-        message, weights, places = ctx.saved_tensors
-        return *sum_rows_backward(gradient.contiguous(), message, places, weights, ctx.encoding), None, None
 
 
 def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:

@@ -53,3 +53,14 @@ class _Part(HostCopy):
     @cached_property
     def _list(self) -> list[Any]:
         return [row[self._columns] for row in self._whole.tolist()[self._number]]
+
+
+class Totals(HostCopy):
+    """The sums of the columns of another copy, a matrix: [1, columns]."""
+
+    def __init__(self, of: HostCopy) -> None:
+        self._of, self._numbers = of, of.on_device.sum(0, keepdim=True)
+
+    @cached_property
+    def _list(self) -> list[Any]:
+        return [list(map(sum, zip(*self._of.tolist(), strict=True)))]

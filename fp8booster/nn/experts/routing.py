@@ -1,9 +1,9 @@
-"""The rows that tokens become on their way to experts, one for each expert of a token, and what is made of them.
+"""The rows that tokens become on their way to experts, and what is made of them.
 
-    tokens [T, H] -- spread --> rows [T k, H], sorted by expert -- experts --> rows -- weighted sum --> [T, H]
+    tokens [T, H] -- spread --> rows [R, H], sorted by expert -- experts --> rows -- weighted sum --> [T, H]
 
-A gradient goes the same ways back: a token's rows are added up where they lie, not row by row at the token's index, for
-which a GPU would sort them.
+A token has a row for each of its experts, or one for each rank that holds some of them. A gradient goes the same ways
+back: a token's rows are added up where they lie, not row by row at the token's index, for which a GPU would sort them.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from fp8booster.nn.linear.functional import linear_map, once_differentiable
 
 
 class Routes(NamedTuple):
-    """The rows of T tokens with k experts each, sorted by expert and among those of an expert by token."""
+    """The rows of T tokens with k choices each, sorted by what was chosen and among equals by token."""
 
     choices: torch.Tensor
-    """int32 [T k]: the choice of each row; choice t k + j is the j-th expert of token t."""
+    """int32 [R]: the choice of each row; choice t k + j is the j-th of token t."""
 
     places: torch.Tensor
-    """int64 [T, k]: the rows of each token."""
+    """int64 [T, k]: the rows of each token; -1 where a choice has none."""
 
     @classmethod
     def of(cls, chosen: torch.Tensor, experts: int) -> Routes:
@@ -32,9 +32,35 @@ class Routes(NamedTuple):
         _, places, choices = expert_rows(chosen.reshape(-1).contiguous(), experts, padded=False)
         return cls(choices, places.view(chosen.shape))
 
+    @classmethod
+    def of_some(cls, chosen: torch.Tensor, kinds: int, rows: int | None = None) -> Routes:
+        """From choices of which those of the number `kinds` have no row, int64 [T, k].
+
+        Args:
+            chosen: numbers up to `kinds`.
+            kinds: how many have rows.
+            rows: how many there are; None: T k, of which the last have no meaning.
+        """
+        choices, places = cls.of(chosen, kinds + 1)
+        return cls(choices[:rows], places.masked_fill_(chosen == kinds, -1))
+
+    @classmethod
+    def to_ranks(cls, chosen: torch.Tensor, held: int, ranks: int) -> Routes:
+        """Return a row of each token for each rank that holds experts of it, in T k rows.
+
+        Args:
+            chosen: int64 [T, k], the experts of each token.
+            held: experts of each rank.
+            ranks: how many.
+        """
+        owners = chosen.div(held, rounding_mode="floor")
+        # of several choices on one rank the first has the row
+        again = (owners.unsqueeze(2) == owners.unsqueeze(1)).tril_(-1).any(2)
+        return cls.of_some(owners.masked_fill_(again, ranks), ranks)
+
     @property
     def tokens(self) -> torch.Tensor:
-        """The token of each row, int32 [T k]."""
+        """The token of each row, int32 [R]."""
         return self.choices.div(self.places.shape[1], rounding_mode="floor")
 
 
@@ -51,19 +77,19 @@ def count_rows(chosen: torch.Tensor, experts: int) -> torch.Tensor:
 
 
 def spread(tokens: torch.Tensor, routes: Routes) -> torch.Tensor:
-    """Tokens [T, H] as rows [T k, H]; differentiable."""
+    """Tokens [T, H] as rows [R, H]; differentiable."""
     return linear_map(
         tokens, lambda tokens: tokens.index_select(0, routes.tokens), lambda gradient: sum_of_rows(gradient, routes)
     )
 
 
 def sum_of_rows(rows: torch.Tensor, routes: Routes) -> torch.Tensor:
-    """Rows [T k, H] added up by token, [T, H]; not differentiable."""
+    """Rows [R, H] added up by token, [T, H]; not differentiable."""
     return sum_rows(rows.contiguous(), routes.places)
 
 
 def spread_bytes(matrix: torch.Tensor, routes: Routes) -> torch.Tensor:
-    """Tokens in FP8, a matrix of T rows or more, as rows [T k, C]; not differentiable."""
+    """Tokens in FP8, a matrix of T rows or more, as rows [R, C]; not differentiable."""
     if not len(routes.choices):  # kernels are not launched over nothing
         return matrix[:0]
     return gather_rows(matrix, routes.choices, routes.places.shape[1])[0]
@@ -73,7 +99,7 @@ def weighted_sum(rows: torch.Tensor, weights: torch.Tensor, routes: Routes) -> t
     """The sum over a token's rows times their weights; differentiable.
 
     Args:
-        rows: [T k, H].
+        rows: [R, H].
         weights: [T, k]; the sum is of the dtype that a product of both has.
         routes: of the rows.
 

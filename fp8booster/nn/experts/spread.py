@@ -1,9 +1,10 @@
 """Experts that are spread over the ranks of a group, whatever block they belong to.
 
-    tokens [T, H] -- cast, sorted by expert --> exchange --> this rank's experts --> exchange --> weighted sum [T, H]
+    tokens [T, H] -- cast --> exchange --> a row for each expert -- experts, weighted sum --> exchange --> sum [T, H]
 
-A block's router gives the experts of each token, counted over all ranks, and their weights. What computes this rank's
-experts is told which rows are whose (`Run`), and need not know of other ranks.
+A block's router gives the experts of each token, counted over all ranks, and their weights. A token goes once to each
+rank that holds some of them, with its choices and weights. There it becomes as many rows, of whose results the weighted
+sum goes back. What computes this rank's experts is told which rows are whose (`Run`), and need not know of other ranks.
 
 Where the first products read FP8, tokens are cast once each, under the scale of these products, and their bytes are
 sent (`fp8_rows`). The scale is that of the largest amax of all ranks, which each tells with its counts. Else tokens are
@@ -25,8 +26,8 @@ from fp8booster.kernels.cast import partial_amaxes
 from fp8booster.kernels.expert_rows import count_choices
 from fp8booster.nn.experts.dispatch import Wire
 from fp8booster.nn.experts.fp8_rows import FP8Rows, packed, received_rows, why_not_before_sending
-from fp8booster.nn.experts.host_copy import HostCopy
-from fp8booster.nn.experts.routing import Routes, spread, spread_bytes, sum_of_rows
+from fp8booster.nn.experts.host_copy import HostCopy, Totals
+from fp8booster.nn.experts.routing import Routes, spread, spread_bytes, sum_of_rows, weighted_sum
 from fp8booster.nn.graphs.breaks import in_a_capture, run_eagerly
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.delivered import delivered_amax
@@ -47,8 +48,8 @@ Run = Callable[[Rows, HostCopy, float], torch.Tensor]
 """Computes the experts of this rank, each on its rows.
 
 Args:
-    rows: [R, H], by sender, and of each sender by expert.
-    counts: int64 [senders, experts of this rank], rows from each sender for each expert.
+    rows: [R, H], by expert.
+    counts: int64 [1, experts of this rank], rows for each expert.
     factor: multiplies the gradients of the experts' parameters, and not those of the rows.
 
 Returns:
@@ -87,27 +88,28 @@ class _Loads:
 
     def __init__(self, numbers: HostCopy, held: int) -> None:
         self.numbers, self.held = numbers, held
-        self.by_sender = numbers.part(1, slice(held))
-        """The rows for the experts here, [ranks, experts of this one]."""
+        self.by_expert = Totals(numbers.part(1, slice(held)))
+        """The rows for the experts here, [1, experts of this rank]."""
 
     def all_cast(self) -> bool:
         """Tell whether all ranks cast their tokens, where this one does; the host waits."""
         return _NO_CAST not in [rank[self.held] for rank in self.numbers.tolist()[1]]
 
     def need_gradients(self, of: int) -> bool:
-        """Tell whether backward comes to what any rank has of `_TOKENS` or of `_EXPERTS`; the host waits."""
+        """Tell whether backward comes to what any rank has of `_TOKENS`, and so on; the host waits."""
         return any(not rank[-1] & of for rank in self.numbers.tolist()[1])
 
     def sizes(self) -> _Sizes:
         """Wait for the sizes of messages, which all-to-all with uneven splits needs."""
-        return _Sizes(*([sum(rank[: self.held]) for rank in of_all] for of_all in self.numbers.tolist()))
+        return _Sizes(*([rank[-2] for rank in of_all] for of_all in self.numbers.tolist()))
 
 
 _NO_CAST = -1
 """A rank tells that its experts do not read tokens that were cast before they were sent."""
 
-_TOKENS, _EXPERTS = 1, 2
-"""Bits of what a rank tells to need no gradients, where gradients are computed."""
+_TOKENS, _WEIGHTS, _RESULTS = 1, 2, 4
+"""Bits of what a rank tells to need no gradients, where gradients are computed: its tokens, the weights of their
+experts, and what the experts make of either."""
 
 
 class _Cast(NamedTuple):
@@ -115,14 +117,14 @@ class _Cast(NamedTuple):
 
     matrix: QuantizedMatrix
     rows: torch.Tensor
-    """[T k, B], bytes of rows as they are sent."""
+    """[T k, B], bytes of rows, the first of which are sent."""
 
     amax: torch.Tensor | None
     """Float32 [], by which all values are scaled; None: rows have scales of their own."""
 
 
 class _Sizes(NamedTuple):
-    """Rows to each rank, and from each."""
+    """Tokens to each rank, and from each."""
 
     sent: list[int]
     received: list[int]
@@ -204,18 +206,20 @@ class Spread:
         """
         wire = Wire.of(tokens, self.group, self.encoding)
         casts = self._casts_before_sending(wire, experts.input_casts(tokens))
-        numbers = self._told(chosen, tokens, casts, experts)
+        routes = Routes.to_ranks(chosen, self.held, self.ranks)
+        numbers = self._told(chosen, routes, tokens, weights, casts, experts)
         # the host waits for the numbers alone: what is queued behind them keeps the GPU busy when the host goes on. A
         # graph cannot tell when they are there
         copy = None if in_a_capture() else HostCopy(numbers)
-        routes = Routes.of(chosen, self.experts)
         cast = None if casts is None else _cast(tokens, casts, numbers[1, :, self.held], routes)
-        message = wire.encoded(spread(tokens, routes)) if cast is None else None
+        message = wire.spread(tokens, routes) if cast is None else None
+        # as numbers of one dtype, which has all of both
+        choices = spread(torch.cat([chosen.to(torch.float32), weights.to(torch.float32)], 1), routes)
         added = None if beside is None else beside()
-        mix = partial(self._mix_by_numbers, experts, wire, casts, copy)
+        mix = partial(self._mix_by_numbers, experts, wire, casts, copy, weights.dtype)
         sent = None if cast is None else (tuple(cast.matrix), *cast[1:])
-        made = run_eagerly(mix, tokens, chosen, numbers, tuple(routes), sent, message)
-        mixed = wire.summed(made, weights, routes).to(tokens.dtype)
+        made = run_eagerly(mix, tokens, chosen, numbers, tuple(routes), choices, sent, message)
+        mixed = wire.summed(made, routes).to(tokens.dtype)
         return mixed if added is None else mixed + added
 
     def _mix_by_numbers(
@@ -224,23 +228,27 @@ class Spread:
         wire: Wire,
         casts: Casts | None,
         copy: HostCopy | None,
+        of_weights: torch.dtype,
         tokens: torch.Tensor,
         chosen: torch.Tensor,
         numbers: torch.Tensor,
         routes_of: tuple[torch.Tensor, ...],
+        choices: torch.Tensor,
         sent: tuple[Any, ...] | None,
         message: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return what the experts make of each row of this rank, [T k, W] as it came.
+        """Return what each rank's experts make of this rank's tokens, [T k, W] as it came, the last without meaning.
 
-        Here the host must know how many rows are sent.
+        Here the host must know how many tokens are sent.
 
         Args:
             experts, tokens, chosen: as in `mix`.
             wire: on which rows go.
             casts: have cast the tokens.
             copy: of `numbers`, which are as `_told`; None: it begins here.
+            of_weights: dtype of the weights.
             routes_of: fields of `Routes`.
+            choices: float32 [T k, 2 k], of the token of each row its experts and their weights.
             sent: fields of `_Cast`; None: there is a message.
             message: the rows of the tokens, [T k, W], where these were not cast.
         """
@@ -252,20 +260,41 @@ class Spread:
         trains = torch.is_grad_enabled()
         if trains and not tokens.requires_grad and loads.need_gradients(_TOKENS):
             tokens, message = _on_the_way_back(tokens), None if message is None else _on_the_way_back(message)
-        arrived: Rows
+        if trains and not choices.requires_grad and loads.need_gradients(_WEIGHTS):
+            choices = _on_the_way_back(choices)
+        weights, here = self._choices_here(choices, of_weights, sizes, loads)
+        rows: Rows
         if sent is not None and casts is not None and loads.all_cast():
             cast = _Cast(QuantizedMatrix(*sent[0]), *sent[1:])
-            arrived = self._send_cast(tokens, wire, casts, cast, routes, sizes)
+            rows = self._send_cast(tokens, wire, casts, cast, routes, here, sizes)
         else:
             if message is None:
-                message = wire.encoded(spread(tokens, routes))
+                message = wire.spread(tokens, routes)
                 self.way = _ENCODED.format("as another rank's experts read them otherwise")
-            arrived = wire.decoded(wire.exchanged(message, *sizes))
-        made = self._at_experts(arrived, loads, run)
-        if trains and not made.requires_grad and loads.need_gradients(_EXPERTS):
+            rows = spread(wire.decoded(wire.exchanged(message, *sizes)), here)
+        made = weighted_sum(self._at_experts(rows, loads, run), weights, here)
+        if trains and not made.requires_grad and loads.need_gradients(_RESULTS):
             made = _on_the_way_back(made)
         back = wire._replace(dtype=made.dtype)  # that of autocast, for one
-        return back.exchanged(back.encoded(made), sizes.received, sizes.sent)
+        return back.exchanged(back.encoded(made), sizes.received, sizes.sent, room=len(routes.choices))
+
+    def _choices_here(
+        self, choices: torch.Tensor, of_weights: torch.dtype, sizes: _Sizes, loads: _Loads
+    ) -> tuple[torch.Tensor, Routes]:
+        """Send choices to the ranks of their experts; return the weights of those for this rank, and their rows.
+
+        Args:
+            choices, of_weights: as in `_mix_by_numbers`.
+
+        Returns:
+            [U, k] of the U tokens that come, and a row of each for each expert here.
+        """
+        wire = Wire(self.group, choices.shape[1], choices.dtype, None, None)
+        chosen, weights = wire.exchanged(choices, *sizes).tensor_split(2, 1)
+        own = chosen.detach().to(torch.int64) - self.first
+        own.masked_fill_((own < 0) | (own >= self.held), self.held)
+        here = Routes.of_some(own, self.held, sum(loads.by_expert.tolist()[0]))
+        return weights.to(of_weights), here
 
     def _casts_before_sending(self, wire: Wire, casts: Casts | None) -> Casts | None:
         """Return what casts tokens before they are sent; None: nothing does."""
@@ -277,46 +306,55 @@ class Spread:
         return casts if why_not is None else None
 
     def _told(
-        self, chosen: torch.Tensor, tokens: torch.Tensor, casts: Casts | None, experts: HeldExperts
+        self,
+        chosen: torch.Tensor,
+        routes: Routes,
+        tokens: torch.Tensor,
+        weights: torch.Tensor,
+        casts: Casts | None,
+        experts: HeldExperts,
     ) -> torch.Tensor:
-        """Tell the ranks how many rows go from each of them to each expert, and what casts and gradients they need.
+        """Tell the ranks how many tokens and rows go to each, and what casts and gradients they need.
 
         Returns:
-            int64 [2, ranks, experts of each, and two or one]: rows from this rank for each expert; rows from each rank
-            for those here. Behind them bits of each rank's amax, or `_NO_CAST`, where tokens may be encoded; and what
-            needs no gradients, `_TOKENS` and `_EXPERTS`.
+            int64 [2, ranks, experts of each, and three or two]: rows from this rank for each expert; rows from each
+            rank for those here. Behind them bits of each rank's amax, or `_NO_CAST`, where tokens may be encoded; the
+            tokens that become these rows; and what needs no gradients, `_TOKENS` and so on.
         """
         tells = self.encoding is not None
-        numbers = chosen.new_zeros(2, self.ranks, self.held + tells + 1, dtype=torch.int64)
+        numbers = chosen.new_zeros(2, self.ranks, self.held + tells + 2, dtype=torch.int64)
         counts, arriving = numbers
         amaxes = _amaxes_of(tokens) if casts is not None and casts.scaling.granularity == "tensorwise" else None
         count_choices(chosen.reshape(-1).contiguous(), counts, self.held, amaxes)
         if tells and casts is None:
             counts[:, self.held] = _NO_CAST
-        # gradients of tokens come through the experts
-        if torch.is_grad_enabled() and not tokens.requires_grad:
-            counts[:, -1] = _TOKENS if experts.are_trained() else _TOKENS | _EXPERTS
+        # a rank's tokens are those that have a row there
+        owners = chosen.div(self.held, rounding_mode="floor").masked_fill_(routes.places < 0, -1)
+        ranks = torch.arange(self.ranks, dtype=owners.dtype, device=owners.device)
+        counts[:, -2] = (owners.view(-1, 1) == ranks).sum(0)
+        if torch.is_grad_enabled():
+            counts[:, -1] = _without_gradients(tokens, weights, experts)
         # counts go ahead of the tokens: a rank must know how many rows it receives before it makes room
         dist.all_to_all_single(arriving, counts, group=self.group)
         return numbers
 
     def _send_cast(
-        self, tokens: torch.Tensor, wire: Wire, casts: Casts, cast: _Cast, routes: Routes, sizes: _Sizes
+        self, tokens: torch.Tensor, wire: Wire, casts: Casts, cast: _Cast, routes: Routes, here: Routes, sizes: _Sizes
     ) -> FP8Rows:
-        """Send rows of tokens that were cast to their experts, and return those that come here."""
-        payload = len(cast.rows) * tokens.shape[1] * tokens.element_size()
-        rows = send_rows(cast.rows, *sizes, self.group, form=casts.scaling, payload=payload)()
+        """Send tokens that were cast to the ranks of their experts, and return the rows of those that come here."""
+        payload = sum(sizes.sent) * tokens.shape[1] * tokens.element_size()
+        arrived = send_rows(cast.rows, *sizes, self.group, form=casts.scaling, payload=payload)()
 
         def send_back(gradient: torch.Tensor) -> Callable[[], torch.Tensor]:
-            arrives = wire.start(wire.encode(gradient), sizes.received, sizes.sent)
-            return lambda: sum_of_rows(wire.decode(arrives()), routes)
+            arrives = wire.start(wire.encode(sum_of_rows(gradient, here)), sizes.received, sizes.sent)
+            return lambda: wire.sum_of(arrives(), routes)
 
-        return received_rows(tokens, rows, cast.matrix, cast.amax, send_back)
+        return received_rows(tokens, spread_bytes(arrived, here), cast.matrix, cast.amax, send_back)
 
     def _at_experts(self, rows: Rows, loads: _Loads, run: Run) -> torch.Tensor:
         """Return what this rank's experts make of rows, [R, H]."""
         # tokens of all these ranks add up here, and the gradient is to be a mean over ranks
-        return run(rows, loads.by_sender, 1 / self.ranks)
+        return run(rows, loads.by_expert, 1 / self.ranks)
 
 
 _SPREAD = "fp8_spread"
@@ -345,6 +383,14 @@ def _on_the_way_back(tensor: torch.Tensor) -> torch.Tensor:
     All ranks of an exchange must come to it, also those that train nothing before it.
     """
     return tensor.detach().requires_grad_()
+
+
+def _without_gradients(tokens: torch.Tensor, weights: torch.Tensor, experts: HeldExperts) -> int:
+    """Return the bits of what needs no gradients."""
+    of_tokens, of_weights = tokens.requires_grad, weights.requires_grad
+    bits = (0 if of_tokens else _TOKENS) | (0 if of_weights else _WEIGHTS)
+    # gradients of tokens come through the experts
+    return bits if of_tokens or of_weights or experts.are_trained() else bits | _RESULTS
 
 
 def _amaxes_of(tokens: torch.Tensor) -> torch.Tensor:

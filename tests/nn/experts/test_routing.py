@@ -74,3 +74,29 @@ def test_rows_lie_by_expert_however_many_there_are(experts: int) -> None:
     routes = Routes.of(chosen, experts)
     by_row = [chosen[token, (routes.places[token] == row).nonzero().item()] for row, token in enumerate(routes.tokens)]
     assert by_row == sorted(chosen.flatten().tolist())
+
+
+def test_a_token_has_one_row_for_each_rank_that_holds_its_experts() -> None:
+    chosen = torch.tensor([[5, 1, 0], [2, 3, 4], [1, 0, 1], [5, 4, 5]])
+    routes = Routes.to_ranks(chosen, held=2, ranks=3)
+    assert routes.tokens[:6].tolist() == [0, 2, 1, 0, 1, 3]  # by rank and then by token; the others nobody gets
+    assert routes.places.tolist() == [[3, 0, -1], [2, -1, 4], [1, -1, -1], [5, -1, -1]]
+    assert len(routes.choices) == chosen.numel()
+
+
+def test_choices_of_experts_elsewhere_have_no_row() -> None:
+    own = torch.tensor([[1, 2], [2, 2], [0, 1]])  # 2: an expert elsewhere
+    routes = Routes.of_some(own, 2, rows=3)
+    assert routes.tokens.tolist() == [2, 0, 2]
+    assert routes.places.tolist() == [[1, -1], [-1, -1], [0, 2]]
+    tokens, weights = torch.arange(6.0).view(3, 2).requires_grad_(), torch.full((3, 2), 2.0).requires_grad_()
+    rows = spread(tokens, routes)
+    assert torch.equal(rows, tokens[[2, 0, 2]])
+    made = weighted_sum(rows, weights, routes)
+    assert torch.equal(made, torch.stack([2 * tokens[0], 0 * tokens[1], 4 * tokens[2]]))
+    made.sum().backward()
+    assert torch.equal(tokens.grad, torch.tensor([[2.0] * 2, [0.0] * 2, [4.0] * 2]))
+    assert torch.equal(weights.grad, torch.tensor([[1.0, 0.0], [0.0, 0.0], [9.0, 9.0]]))
+    none = Routes.of_some(torch.full((3, 2), 2), 2, rows=0)
+    assert spread(tokens, none).shape == (0, 2)
+    assert not weighted_sum(spread(tokens, none), weights, none).any()
