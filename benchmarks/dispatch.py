@@ -20,7 +20,7 @@ from benchmarks.harness.statistics import Samples
 from benchmarks.transfers.calls import relative_error
 from benchmarks.transfers.one_sided import ONE_SIDED, add_one_sided
 from benchmarks.transfers.ranks import head_of, join
-from benchmarks.transfers.tokens import DISPATCH, PLAIN, Mixture, Ways, Work, in_high_precision, ways
+from benchmarks.transfers.tokens import DISPATCH, PLAIN, Mixture, Way, Ways, Work, in_high_precision, ways
 from fp8booster.cli.doctor.calls import Bench
 from fp8booster.cli.doctor.timing import time_ranks_interleaved
 from fp8booster.comm.threshold import group_or_all
@@ -28,9 +28,10 @@ from fp8booster.nn.experts.host_copy import HostCopy
 
 UNEVEN = [1.0, 4.0]
 NOTE = (
-    "Median [10th-90th percentile] over the rounds of the slowest rank's time. A dispatch makes rows of tokens, casts "
-    "or encodes them, sends them to their experts' ranks and decodes what was encoded; a combine sends as many rows "
-    "back and adds up each token's, weighted. Rows come back as messages in both FP8 variants, which there time the "
+    "Median [10th-90th percentile] over the rounds of the slowest rank's time. A dispatch brings a row of each token "
+    "to each of its experts; a combine sends back what they make of it and adds up each token's, weighted. In BF16 every "
+    "row is sent. In FP8 a token is cast or encoded and sent once to each rank, with its choices and weights, and what that "
+    "rank's experts make of it is added up there, and comes back as a message in both FP8 variants, which there time the "
     "same call. Sizes are known. Uneven: rows of the busiest rank's experts over those of the least busy rank's, "
     "as asked for. Bytes sent leave a rank. BF16's GB/s are the most bytes that leave or reach a rank in BF16, over "
     "the time, whatever is sent. FP8 as cast finds its largest value here, on which ranks agree with their counts. The "
@@ -45,35 +46,41 @@ def measure(work: Work, variants: Ways, *, rounds: int, sample_ms: float) -> lis
     """Return a record for each variant of dispatch and of combine."""
     bench, records = work.bench, []
     for (phase, of_phase), exact in zip(variants.items(), in_high_precision(work, torch.float32), strict=True):
-        values = exact.call()
+        values = exact.values(exact.call())
         errors = {name: relative_error(way.values(way.call()), values) for name, way in of_phase.items()}
         del values
         calls = {name: way.call for name, way in of_phase.items()}
         elapsed = time_ranks_interleaved(calls, device=bench.device, rounds=rounds, sample_ms=sample_ms)
         timings = {name: Samples.of(samples) for name, samples in elapsed.items()}
-        rows = work.loads if phase == DISPATCH else work.loads.T
-        away, arriving = rows - rows.diag().diag(), rows.sum(0)
-        sent = away.sum(1)
-        busiest = max(int(sent.max()), int(away.sum(0).max())) * of_phase[PLAIN].row_bytes
-        records += [
-            {
-                "uneven": work.uneven,
-                "phase": phase,
-                "variant": name,
-                "ranks": bench.ranks,
-                "ms": ms.as_record(),
-                "ratio": ms.over(timings[PLAIN]).as_record(),
-                "bytes_sent": {
-                    "most": int(sent.max()) * of_phase[name].row_bytes,
-                    "mean": int(sent.sum()) * of_phase[name].row_bytes / bench.ranks,
-                },
-                "bf16_bytes_per_second": busiest / (ms.median * 1e-3),
-                "rows_received": {"most": int(arriving.max()), "least": int(arriving.min())},
-                "error": errors[name],
-            }
-            for name, ms in timings.items()
-        ]
+        _, busiest, _ = _transfer(of_phase[PLAIN], phase)
+        for name, ms in timings.items():
+            leave, _, arriving = _transfer(way := of_phase[name], phase)
+            records.append(
+                {
+                    "uneven": work.uneven,
+                    "phase": phase,
+                    "variant": name,
+                    "ranks": bench.ranks,
+                    "ms": ms.as_record(),
+                    "ratio": ms.over(timings[PLAIN]).as_record(),
+                    "bytes_sent": {
+                        "most": int(leave.max()) * way.row_bytes,
+                        "mean": int(leave.sum()) * way.row_bytes / bench.ranks,
+                    },
+                    "bf16_bytes_per_second": busiest * of_phase[PLAIN].row_bytes / (ms.median * 1e-3),
+                    "rows_received": {"most": int(arriving.max()), "least": int(arriving.min())},
+                    "error": errors[name],
+                }
+            )
     return records
+
+
+def _transfer(way: Way, phase: str) -> tuple[torch.Tensor, int, torch.Tensor]:
+    """Return the rows that leave each rank, the most that leave or reach one, and those that each gets, its own too."""
+    rows = way.loads if phase == DISPATCH else way.loads.T
+    away = rows - rows.diag().diag()
+    leave = away.sum(1)
+    return leave, max(int(leave.max()), int(away.sum(0).max())), rows.sum(0)
 
 
 def measure_counts(work: Work, *, rounds: int, sample_ms: float) -> Record:

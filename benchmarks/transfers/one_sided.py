@@ -72,4 +72,7 @@ def _one_sided(work: Work) -> tuple[Way, Way]:
         send_back()  # of what dispatch brought: experts would write their results there
         return weighted_sum(back, work.weights, routes)
 
-    return Way(dispatch, tokens[0].nbytes), Way(combine, tokens[0].nbytes)
+    def values(rows: torch.Tensor) -> torch.Tensor:
+        return rows.index_select(0, work.by_expert).float()
+
+    return Way(dispatch, tokens[0].nbytes, work.loads, values), Way(combine, tokens[0].nbytes, work.loads)

@@ -12,9 +12,11 @@ from fp8booster import FP8Config
 from fp8booster.cli.doctor.calls import Bench, Call
 from fp8booster.comm.rows import send_rows
 from fp8booster.kernels.cast import partial_amaxes
+from fp8booster.kernels.expert_rows import owners_of
 from fp8booster.nn.experts.dispatch import Wire
 from fp8booster.nn.experts.fp8_rows import packed, received_rows
 from fp8booster.nn.experts.routing import Routes, count_rows, spread, spread_bytes, weighted_sum
+from fp8booster.nn.experts.spread import Sizes, Spread
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.scaling import INPUT
 
@@ -61,19 +63,40 @@ class Work:
 
     def __init__(self, mixture: Mixture, uneven: float, bench: Bench) -> None:
         self.bench, self.uneven = bench, uneven
-        chosen = mixture.choose(uneven, bench.ranks, bench.rank).to(bench.device)
+        self.spread = Spread(mixture.experts, bench.group, bench.encoding)
+        self.chosen = chosen = mixture.choose(uneven, bench.ranks, bench.rank).to(bench.device)
         self.routes = Routes.of(chosen, mixture.experts)
+        self.to_ranks = Routes.to_ranks(chosen, self.spread.held, bench.ranks)
         self.counts = count_rows(chosen, mixture.experts).view(bench.ranks, -1)
         """int64 [ranks, experts of each], rows from this rank for each expert."""
 
-        loads = self.counts.new_empty(bench.ranks, bench.ranks)
-        dist.all_gather(list(loads), self.counts.sum(1), group=bench.group)
-        self.loads = loads.cpu()
+        self.loads = self._of_all(self.counts.sum(1))
         """int64 [ranks, ranks], rows from each rank for the experts of each."""
 
+        owners = chosen.div(self.spread.held, rounding_mode="floor").masked_fill_(self.to_ranks.places < 0, bench.ranks)
+        self.token_loads = self._of_all(count_rows(owners, bench.ranks + 1)[: bench.ranks])
+        """int64 [ranks, ranks], tokens from each rank of which some experts are there."""
+
         self.sent, self.received = self.loads[bench.rank].tolist(), self.loads[:, bench.rank].tolist()
+        loads = self.token_loads
+        self.sizes = Sizes(loads[bench.rank].tolist(), loads[:, bench.rank].tolist())
+        arriving = torch.empty_like(self.counts)
+        dist.all_to_all_single(arriving, self.counts, group=bench.group)
+        self.by_expert = owners_of(arriving, sum(self.received)).argsort(stable=True)
+        """int64 [R], rows that come by sender, sorted by expert."""
+
         self.tokens = bench.values(mixture.tokens * mixture.hidden, torch.bfloat16).view(-1, mixture.hidden)
         self.weights = bench.values(chosen.numel(), torch.bfloat16).view(chosen.shape).softmax(1)
+
+    def _of_all(self, own: torch.Tensor) -> torch.Tensor:
+        loads = own.new_empty(self.bench.ranks, self.bench.ranks)
+        dist.all_gather(list(loads), own, group=self.bench.group)
+        return loads.cpu()
+
+    def choices_here(self) -> tuple[torch.Tensor, Routes]:
+        """Send the choices of tokens; return the weights of those for this rank, and their rows."""
+        choices = self.spread.choices_of(self.chosen, self.weights, self.to_ranks)
+        return self.spread.choices_here(choices, self.weights.dtype, self.sizes, sum(self.received))
 
 
 class Way(NamedTuple):
@@ -84,6 +107,9 @@ class Way(NamedTuple):
 
     row_bytes: int
     """Bytes of a row as it is sent."""
+
+    loads: torch.Tensor
+    """int64 [ranks, ranks], rows that each rank sends to each in a dispatch."""
 
     values: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.float
     """Gives the values of what `call` gives."""
@@ -110,23 +136,29 @@ def in_high_precision(work: Work, dtype: torch.dtype) -> tuple[Way, Way]:
     def combine() -> torch.Tensor:
         return weighted_sum(exchange(made, work.received, work.sent), work.weights, work.routes)
 
-    return Way(dispatch, tokens[0].nbytes), Way(combine, tokens[0].nbytes)
+    def values(rows: torch.Tensor) -> torch.Tensor:
+        return rows.index_select(0, work.by_expert).float()
+
+    return Way(dispatch, tokens[0].nbytes, work.loads, values), Way(combine, tokens[0].nbytes, work.loads)
 
 
 def encoded(work: Work, made: torch.Tensor) -> tuple[Way, Way]:
-    """Return dispatch and combine of rows that are encoded as messages; `made` is what experts return."""
+    """Return dispatch and combine of tokens that are encoded as messages; `made` is what experts return, by expert."""
     # not `Wire.of`, which sends BF16 where that is faster
     wire = Wire(work.bench.group, made.shape[1], made.dtype, work.bench.encoding, None)
 
     def dispatch() -> torch.Tensor:
-        return wire.decode(wire.send(wire.encode(spread(work.tokens, work.routes)), work.sent, work.received))
+        _, here = work.choices_here()
+        return spread(wire.decode(wire.start(wire.rows_of(work.tokens, work.to_ranks), *work.sizes)()), here)
+
+    weights, here = work.choices_here()
 
     def combine() -> torch.Tensor:
-        message = wire.send(wire.encode(made), work.received, work.sent)
-        return wire.summed(message, work.weights, work.routes)
+        message = wire.encode(weighted_sum(made, weights, here))
+        return wire.sum_of(wire.start(message, work.sizes.received, work.sizes.sent)(), work.to_ranks)
 
     row_bytes = wire.encode(work.tokens[:1]).nbytes
-    return Way(dispatch, row_bytes), Way(combine, row_bytes)
+    return Way(dispatch, row_bytes, work.token_loads), Way(combine, row_bytes, work.token_loads)
 
 
 def as_cast(work: Work) -> Way:
@@ -138,20 +170,21 @@ def as_cast(work: Work) -> Way:
 
     def call() -> torch.Tensor:
         partial_amaxes(tokens)  # of which ranks tell each other the largest with their counts
-        rows = spread_bytes(packed(casts.quantize(INPUT, tokens, amax=amax)), work.routes)
-        payload = len(rows) * tokens[0].nbytes
-        return send_rows(rows, work.sent, work.received, group, form=casts.scaling, payload=payload)()
+        rows = spread_bytes(packed(casts.quantize(INPUT, tokens, amax=amax)), work.to_ranks)
+        _, here = work.choices_here()
+        payload = sum(work.sizes.sent) * tokens[0].nbytes
+        return spread_bytes(send_rows(rows, *work.sizes, group, form=casts.scaling, payload=payload)(), here)
 
     def values(rows: torch.Tensor) -> torch.Tensor:
         return received_rows(tokens, rows, cast, amax, lambda gradient: lambda: gradient).values().float()
 
-    return Way(call, packed(cast)[0].nbytes, values)
+    return Way(call, packed(cast)[0].nbytes, work.token_loads, values)
 
 
 def ways(work: Work) -> Ways:
     """Return every variant but one-sided reads."""
     plain = in_high_precision(work, torch.bfloat16)
-    message = encoded(work, plain[0].call())
+    message = encoded(work, plain[0].call().index_select(0, work.by_expert))
     # rows come back as messages in whichever form they went
     return {
         DISPATCH: {PLAIN: plain[0], AS_CAST: as_cast(work), ENCODED: message[0]},

@@ -99,9 +99,9 @@ class _Loads:
         """Tell whether backward comes to what any rank has of `_TOKENS`, and so on; the host waits."""
         return any(not rank[-1] & of for rank in self.numbers.tolist()[1])
 
-    def sizes(self) -> _Sizes:
+    def sizes(self) -> Sizes:
         """Wait for the sizes of messages, which all-to-all with uneven splits needs."""
-        return _Sizes(*([rank[-2] for rank in of_all] for of_all in self.numbers.tolist()))
+        return Sizes(*([rank[-2] for rank in of_all] for of_all in self.numbers.tolist()))
 
 
 _NO_CAST = -1
@@ -123,7 +123,7 @@ class _Cast(NamedTuple):
     """Float32 [], by which all values are scaled; None: rows have scales of their own."""
 
 
-class _Sizes(NamedTuple):
+class Sizes(NamedTuple):
     """Tokens to each rank, and from each."""
 
     sent: list[int]
@@ -213,8 +213,7 @@ class Spread:
         copy = None if in_a_capture() else HostCopy(numbers)
         cast = None if casts is None else _cast(tokens, casts, numbers[1, :, self.held], routes)
         message = wire.spread(tokens, routes) if cast is None else None
-        # as numbers of one dtype, which has all of both
-        choices = spread(torch.cat([chosen.to(torch.float32), weights.to(torch.float32)], 1), routes)
+        choices = self.choices_of(chosen, weights, routes)
         added = None if beside is None else beside()
         mix = partial(self._mix_by_numbers, experts, wire, casts, copy, weights.dtype)
         sent = None if cast is None else (tuple(cast.matrix), *cast[1:])
@@ -248,7 +247,7 @@ class Spread:
             copy: of `numbers`, which are as `_told`; None: it begins here.
             of_weights: dtype of the weights.
             routes_of: fields of `Routes`.
-            choices: float32 [T k, 2 k], of the token of each row its experts and their weights.
+            choices: as `choices_of`.
             sent: fields of `_Cast`; None: there is a message.
             message: the rows of the tokens, [T k, W], where these were not cast.
         """
@@ -262,7 +261,7 @@ class Spread:
             tokens, message = _on_the_way_back(tokens), None if message is None else _on_the_way_back(message)
         if trains and not choices.requires_grad and loads.need_gradients(_WEIGHTS):
             choices = _on_the_way_back(choices)
-        weights, here = self._choices_here(choices, of_weights, sizes, loads)
+        weights, here = self.choices_here(choices, of_weights, sizes, sum(loads.by_expert.tolist()[0]))
         rows: Rows
         if sent is not None and casts is not None and loads.all_cast():
             cast = _Cast(QuantizedMatrix(*sent[0]), *sent[1:])
@@ -278,22 +277,37 @@ class Spread:
         back = wire._replace(dtype=made.dtype)  # that of autocast, for one
         return back.exchanged(back.encoded(made), sizes.received, sizes.sent, room=len(routes.choices))
 
-    def _choices_here(
-        self, choices: torch.Tensor, of_weights: torch.dtype, sizes: _Sizes, loads: _Loads
+    def choices_of(self, chosen: torch.Tensor, weights: torch.Tensor, routes: Routes) -> torch.Tensor:
+        """Return the choices that go with each row: before the host waits, as it takes several launches.
+
+        Returns:
+            float32 [T k, 2 k], of the token of each row the experts, counted from the first of the rank that gets it,
+            and `held` in the place of those that are elsewhere; behind them their weights.
+        """
+        tokens, held = routes.tokens, self.held
+        first = chosen.reshape(-1).index_select(0, routes.choices).div(held, rounding_mode="floor").mul_(held)
+        own = chosen.index_select(0, tokens) - first.unsqueeze(1)
+        own.masked_fill_((own < 0) | (own >= held), held)
+        # as numbers of one dtype, which has all of both
+        return torch.cat([own.to(torch.float32), spread(weights.to(torch.float32), routes)], 1)
+
+    def choices_here(
+        self, choices: torch.Tensor, of_weights: torch.dtype, sizes: Sizes, rows: int
     ) -> tuple[torch.Tensor, Routes]:
         """Send choices to the ranks of their experts; return the weights of those for this rank, and their rows.
 
         Args:
-            choices, of_weights: as in `_mix_by_numbers`.
+            choices: as `choices_of`.
+            of_weights: dtype of the weights.
+            sizes: of the messages.
+            rows: how many choices of this rank's experts come.
 
         Returns:
             [U, k] of the U tokens that come, and a row of each for each expert here.
         """
         wire = Wire(self.group, choices.shape[1], choices.dtype, None, None)
-        chosen, weights = wire.exchanged(choices, *sizes).tensor_split(2, 1)
-        own = chosen.detach().to(torch.int64) - self.first
-        own.masked_fill_((own < 0) | (own >= self.held), self.held)
-        here = Routes.of_some(own, self.held, sum(loads.by_expert.tolist()[0]))
+        own, weights = wire.exchanged(choices, *sizes).tensor_split(2, 1)
+        here = Routes.of_some(own.detach().to(torch.int64), self.held, rows)
         return weights.to(of_weights), here
 
     def _casts_before_sending(self, wire: Wire, casts: Casts | None) -> Casts | None:
@@ -339,7 +353,7 @@ class Spread:
         return numbers
 
     def _send_cast(
-        self, tokens: torch.Tensor, wire: Wire, casts: Casts, cast: _Cast, routes: Routes, here: Routes, sizes: _Sizes
+        self, tokens: torch.Tensor, wire: Wire, casts: Casts, cast: _Cast, routes: Routes, here: Routes, sizes: Sizes
     ) -> FP8Rows:
         """Send tokens that were cast to the ranks of their experts, and return the rows of those that come here."""
         payload = sum(sizes.sent) * tokens.shape[1] * tokens.element_size()
