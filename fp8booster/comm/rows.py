@@ -102,7 +102,7 @@ def send_rows(
         form: what ranks must have alike besides: an encoding, or the strategy of a cast.
         payload: bytes of the rows in high precision, with which those sent are compared; None: they are in it.
         why_not: the reason why they are, for `statistics`; None: it is as the caller was told.
-        room: give so many rows at least, of which those behind the ones that came have no meaning.
+        room: give so many rows at least, zeros behind those that came.
         async_op: let a GPU compute meanwhile.
 
     Returns:
@@ -118,6 +118,7 @@ def send_rows(
     # no backend sends all FP8 formats
     given = rows if payload is None else rows.view(torch.uint8)
     output = torch.empty(max(sum(received), room), given.shape[1], dtype=given.dtype, device=rows.device)
+    output[sum(received) :].zero_()  # who looks for NaN among gradients sees all of them
     work = dist.all_to_all_single(output[: sum(received)], given, received, sent, group, async_op)
     dtype = rows.dtype  # what is sent is let go once it has arrived
     # behind the launch, for which a GPU waits

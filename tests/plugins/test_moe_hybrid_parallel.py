@@ -161,9 +161,9 @@ def test_moe_runs_all_products_but_those_of_head_and_routers_in_fp8() -> None:
     loads: list[list[int]] = []
     at_experts = Spread._at_experts
 
-    def recording(self: Spread, rows: Any, told: Any, run: Any) -> torch.Tensor:
+    def recording(self: Spread, rows: Any, told: Any, *given: Any) -> torch.Tensor:
         loads.append(told.by_expert.tolist()[0])
-        return at_experts(self, rows, told, run)
+        return at_experts(self, rows, told, *given)
 
     with pytest.MonkeyPatch.context() as monkeypatch, Census() as counted:
         monkeypatch.setattr(Spread, "_at_experts", recording)

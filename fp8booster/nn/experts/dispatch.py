@@ -125,6 +125,7 @@ def run_experts(
     experts: Sequence[Expert],
     factor: float = 1.0,
     grouped: Grouped | None = None,
+    weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Each expert on its tokens, one product of all of them whoever sent them.
 
@@ -135,17 +136,18 @@ def run_experts(
         experts: of this rank; one without tokens is called on none.
         factor: multiplies the gradients of the experts' weights, and not those of the tokens.
         grouped: computes the same experts by grouped products where it can; None: one by one.
+        weights: [T], which multiply what experts make of their tokens; None: ones.
 
     Returns:
         [T, H'], in the order of `tokens`.
     """
-    made = None if grouped is None else grouped(tokens, counts, factor)
+    made = None if grouped is None else grouped(tokens, counts, factor, weights)
     if made is not None:
         return made
     if isinstance(tokens, FP8Rows) and torch.is_inference_mode_enabled():
         # tensors of that mode carry no amax, without which experts would round the values a second time
         with torch.inference_mode(False), torch.no_grad():
-            return run_experts(tokens, counts, experts, factor)
+            return run_experts(tokens, counts, experts, factor, weights=weights)
     rows, tokens = tokens, values_of(tokens)
     # all senders' tokens of an expert in one product: a product for each sender would read the weight again
     numbers = counts.tolist()
@@ -158,4 +160,5 @@ def run_experts(
         # times the factor behind the expert and its inverse before it: its weights alone see the factor
         y = scale_gradient(expert(with_amax(scale_gradient(x, 1 / factor), rows)), factor)
         results.append(y.split([piece.shape[0] for piece in own]))
-    return torch.cat([result[sender] for sender in range(len(numbers)) for result in results])
+    made = torch.cat([result[sender] for sender in range(len(numbers)) for result in results])
+    return made if weights is None else (made * weights.unsqueeze(1)).to(made.dtype)

@@ -204,18 +204,20 @@ class FP8Experts(FP8Module):
             return None
         return self._casts_now(up)
 
-    def run(self, rows: torch.Tensor | FP8Rows, counts: HostCopy, factor: float) -> torch.Tensor:
+    def run(self, rows: torch.Tensor | FP8Rows, counts: HostCopy, factor: float, weights: torch.Tensor) -> torch.Tensor:
         """Compute the experts of this rank, where they are spread over ranks: a `spread.Run`."""
         if not self.runs_on(read_of(rows), rows_that_decide(len(rows), self.training)):
-            return self._as_written("run", rows, counts, factor)
+            return self._as_written("run", rows, counts, factor, weights)
         layout = RowLayout.of_senders(counts.on_device, len(rows))
         owners = owners_of(counts.on_device, len(rows)).unsqueeze(1) if self.has_bias else None
-        made = self.on_rows(rows, layout, layout, owners, factor=factor)
+        of_rows = weights.unsqueeze(1)
         if not vars(self).get("has_post_expert_norm"):
-            return made
+            return self.on_rows(rows, layout, layout, owners, of_rows, factor)
+        made = self.on_rows(rows, layout, layout, owners, factor=factor)
         # times the factor behind the norm and its inverse before it: its weight alone sees the factor
         norm: Any = self.post_expert_norm
-        return scale_gradient(norm(scale_gradient(made, 1 / factor)).to(made.dtype), factor)
+        made = scale_gradient(norm(scale_gradient(made, 1 / factor)).to(made.dtype), factor)
+        return (made * of_rows).to(made.dtype)
 
     def _as_written(self, method: str, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return what the module's class computes by a method, on values in 16 bits."""

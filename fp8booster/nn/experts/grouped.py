@@ -50,8 +50,8 @@ one by one is faster. Of 8 experts with 4096 x 14336 features and 2048 rows each
 with 6144 x 16384 and as many rows (3.1e11) 12 % slower (benchmarks/results/h200/experts-one-by-one.md)."""
 
 
-Grouped = Callable[[torch.Tensor | FP8Rows, HostCopy, float], torch.Tensor | None]
-"""Takes tokens, counts and a factor as `run_experts`, and gives what that does, or None: one by one."""
+Grouped = Callable[[torch.Tensor | FP8Rows, HostCopy, float, torch.Tensor | None], torch.Tensor | None]
+"""Takes tokens, counts, a factor and weights as `run_experts`, and gives what that does, or None: one by one."""
 
 
 def _casts(config: FP8Config) -> dict[str, Casts]:
@@ -174,11 +174,12 @@ class GroupedExperts:
         tokens: torch.Tensor | FP8Rows,
         counts: HostCopy,
         factor: float,
+        weights: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         if looked is None or not self._runs_on(looked, rows_that_decide(len(tokens), self.experts[0].training)):
             return None
         layout = RowLayout.of_senders(counts.on_device, len(tokens))
-        return self._computed(looked, layers, tokens, layout, factor)
+        return self._computed(looked, layers, tokens, layout, factor, weights)
 
     def mix(self, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
         """Return the weighted sum of what each token's experts make of it, BF16, or None: run the experts one by one.

@@ -124,8 +124,8 @@ class Mixture(nn.Module):
         own, grouped = own_experts(self), self._experts_now()
         as_one = None if grouped is None else grouped.prepared(tokens, rows)
 
-        def run(rows: Rows, counts: HostCopy, factor: float) -> Tensor:
-            return run_experts(rows, counts, own, factor, as_one)
+        def run(rows: Rows, counts: HostCopy, factor: float, weights: Tensor) -> Tensor:
+            return run_experts(rows, counts, own, factor, as_one, weights)
 
         return run
 

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 from fp8booster.kernels.expert_rows import owners_of
@@ -77,17 +78,18 @@ class SpreadExperts(nn.Module):
         """Return what computes the experts (`spread.HeldExperts`)."""
         return self.run
 
-    def run(self, rows: Rows, counts: HostCopy, factor: float) -> torch.Tensor:
+    def run(self, rows: Rows, counts: HostCopy, factor: float, weights: torch.Tensor) -> torch.Tensor:
         """Compute the experts of this rank as the module's class does: a `spread.Run`."""
         owners = owners_of(counts.on_device, len(rows))
         x = values_of(rows)
         if not len(rows):
             # parameters must have gradients, of zeros, on each rank, and the rows too, which backward sends
             x, owners = torch.cat([x, x.new_zeros(1, x.shape[1])]), owners.new_zeros(1)
-        ones = x.new_ones(len(x), 1)
+            weights = F.pad(weights, (0, 1))
         # times the factor behind the experts and its inverse before them: their parameters alone see the factor
+        x, weights = (scale_gradient(each, 1 / factor) for each in (x, weights.unsqueeze(1)))
         forward: Any = super().forward  # of the module's class
-        made = forward(scale_gradient(x, 1 / factor), owners.unsqueeze(1), ones)
+        made = forward(x, owners.unsqueeze(1), weights)
         return scale_gradient(made, factor)[: len(rows)]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

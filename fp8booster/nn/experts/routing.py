@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from fp8booster.kernels.expert_rows import count_choices, expert_rows
 from fp8booster.kernels.token_rows import gather_rows, sum_rows, sum_rows_backward
@@ -46,7 +47,7 @@ class Routes(NamedTuple):
 
     @classmethod
     def to_ranks(cls, chosen: torch.Tensor, held: int, ranks: int) -> Routes:
-        """Return a row of each token for each rank that holds experts of it, in T k rows.
+        """Return a row of each token for each rank that holds experts of it; the last rows have no meaning.
 
         Args:
             chosen: int64 [T, k], the experts of each token.
@@ -56,7 +57,7 @@ class Routes(NamedTuple):
         owners = chosen.div(held, rounding_mode="floor")
         # of several choices on one rank the first has the row
         again = (owners.unsqueeze(2) == owners.unsqueeze(1)).tril_(-1).any(2)
-        return cls.of_some(owners.masked_fill_(again, ranks), ranks)
+        return cls.of_some(owners.masked_fill_(again, ranks), ranks, len(chosen) * min(ranks, chosen.shape[1]))
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -88,11 +89,27 @@ def sum_of_rows(rows: torch.Tensor, routes: Routes) -> torch.Tensor:
     return sum_rows(rows.contiguous(), routes.places)
 
 
+def summed(rows: torch.Tensor, routes: Routes) -> torch.Tensor:
+    """Rows [R, H] added up by token, [T, H]; differentiable."""
+    return linear_map(
+        rows, lambda rows: sum_of_rows(rows, routes), lambda gradient: gradient.index_select(0, routes.tokens)
+    )
+
+
 def spread_bytes(matrix: torch.Tensor, routes: Routes) -> torch.Tensor:
     """Tokens in FP8, a matrix of T rows or more, as rows [R, C]; not differentiable."""
     if not len(routes.choices):  # kernels are not launched over nothing
         return matrix[:0]
     return gather_rows(matrix, routes.choices, routes.places.shape[1])[0]
+
+
+def of_rows(weights: torch.Tensor, routes: Routes) -> torch.Tensor:
+    """Return the weight of each row, [R], of those of each choice, [T, k]; differentiable."""
+
+    def of_choices(gradient: torch.Tensor) -> torch.Tensor:
+        return F.pad(gradient, (0, 1))[routes.places]  # the last is of choices that have no row
+
+    return linear_map(weights, lambda weights: weights.reshape(-1).index_select(0, routes.choices), of_choices)
 
 
 def weighted_sum(rows: torch.Tensor, weights: torch.Tensor, routes: Routes) -> torch.Tensor:

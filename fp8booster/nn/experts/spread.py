@@ -27,7 +27,7 @@ from fp8booster.kernels.expert_rows import count_choices
 from fp8booster.nn.experts.dispatch import Wire
 from fp8booster.nn.experts.fp8_rows import FP8Rows, packed, received_rows, why_not_before_sending
 from fp8booster.nn.experts.host_copy import HostCopy, Totals
-from fp8booster.nn.experts.routing import Routes, spread, spread_bytes, sum_of_rows, weighted_sum
+from fp8booster.nn.experts.routing import Routes, of_rows, spread, spread_bytes, sum_of_rows, summed
 from fp8booster.nn.graphs.breaks import in_a_capture, run_eagerly
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.delivered import delivered_amax
@@ -44,13 +44,14 @@ _ENCODED = "encoded in FP8, {}"
 
 Rows = torch.Tensor | FP8Rows
 
-Run = Callable[[Rows, HostCopy, float], torch.Tensor]
+Run = Callable[[Rows, HostCopy, float, torch.Tensor], torch.Tensor]
 """Computes the experts of this rank, each on its rows.
 
 Args:
     rows: [R, H], by expert.
     counts: int64 [1, experts of this rank], rows for each expert.
     factor: multiplies the gradients of the experts' parameters, and not those of the rows.
+    weights: [R], which multiply what is made of the rows.
 
 Returns:
     [R, H], in the order of `rows`.
@@ -117,7 +118,7 @@ class _Cast(NamedTuple):
 
     matrix: QuantizedMatrix
     rows: torch.Tensor
-    """[T k, B], bytes of rows, the first of which are sent."""
+    """[R, B], bytes of rows, the first of which are sent."""
 
     amax: torch.Tensor | None
     """Float32 [], by which all values are scaled; None: rows have scales of their own."""
@@ -254,7 +255,7 @@ class Spread:
         experts.note_choice(chosen)
         routes, loads = Routes(*routes_of), _Loads(copy or HostCopy(numbers), self.held)
         # what takes the host alone comes before it waits, as GPUs and other ranks are busy until then
-        run = experts.prepare(tokens, len(routes.choices))
+        run = experts.prepare(tokens, chosen.numel())
         sizes = loads.sizes()
         trains = torch.is_grad_enabled()
         if trains and not tokens.requires_grad and loads.need_gradients(_TOKENS):
@@ -271,7 +272,7 @@ class Spread:
                 message = wire.spread(tokens, routes)
                 self.way = _ENCODED.format("as another rank's experts read them otherwise")
             rows = spread(wire.decoded(wire.exchanged(message, *sizes)), here)
-        made = weighted_sum(self._at_experts(rows, loads, run), weights, here)
+        made = summed(self._at_experts(rows, loads, run, of_rows(weights, here)), here)
         if trains and not made.requires_grad and loads.need_gradients(_RESULTS):
             made = _on_the_way_back(made)
         back = wire._replace(dtype=made.dtype)  # that of autocast, for one
@@ -365,10 +366,10 @@ class Spread:
 
         return received_rows(tokens, spread_bytes(arrived, here), cast.matrix, cast.amax, send_back)
 
-    def _at_experts(self, rows: Rows, loads: _Loads, run: Run) -> torch.Tensor:
-        """Return what this rank's experts make of rows, [R, H]."""
+    def _at_experts(self, rows: Rows, loads: _Loads, run: Run, weights: torch.Tensor) -> torch.Tensor:
+        """Return what this rank's experts make of rows, [R, H], times their weights, [R]."""
         # tokens of all these ranks add up here, and the gradient is to be a mean over ranks
-        return run(rows, loads.by_expert, 1 / self.ranks)
+        return run(rows, loads.by_expert, 1 / self.ranks, weights)
 
 
 _SPREAD = "fp8_spread"

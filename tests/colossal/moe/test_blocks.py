@@ -178,9 +178,9 @@ def test_experts_are_told_which_rows_are_whose() -> None:
     arrived = [[4, 2]] if dist.get_rank() == 0 else [[0, 2]]
     told = []
 
-    def run(rows: torch.Tensor, counts: HostCopy, factor: float) -> torch.Tensor:
-        told.append((len(rows), counts.tolist(), factor))
-        return 2 * rows
+    def run(rows: torch.Tensor, counts: HostCopy, factor: float, weights: torch.Tensor) -> torch.Tensor:
+        told.append((len(rows), counts.tolist(), factor, weights.tolist()))
+        return 2 * rows * weights.unsqueeze(1)
 
     def prepare(tokens: torch.Tensor, rows: int) -> Run:
         assert rows == chosen.numel()
@@ -196,7 +196,62 @@ def test_experts_are_told_which_rows_are_whose() -> None:
         mixed = spread_over.mix(tokens, chosen, torch.full((2, 2), 0.5), experts)
     torch.testing.assert_close(mixed, 2 * tokens)
     assert noted == [chosen]
-    assert told == [(sum(map(sum, arrived)), arrived, 1 / 2)]
+    count = sum(map(sum, arrived))
+    assert told == [(count, arrived, 1 / 2, count * [0.5])]
+
+
+def experts_of(run: Run) -> Any:
+    """Experts that compute so, of 16 bits, and train nothing."""
+    return SimpleNamespace(
+        input_casts=lambda tokens: None,
+        are_trained=lambda: False,
+        prepare=lambda tokens, rows: run,
+        note_choice=lambda chosen: None,
+    )
+
+
+@ranks(2)
+def test_a_token_goes_once_to_each_rank_and_one_sum_comes_back() -> None:
+    rank = dist.get_rank()
+    tokens = torch.randn(6, 64, requires_grad=True)
+    chosen = torch.tensor([[0, 1, 3]] * 4 + [[2, 3, 1]] * 2)  # two of three experts are on one rank
+    weights = torch.rand(6, 3, requires_grad=True)
+
+    def run(rows: torch.Tensor, counts: HostCopy, factor: float, weights: torch.Tensor) -> torch.Tensor:
+        owners = torch.tensor([2 * rank, 2 * rank + 1]).repeat_interleave(torch.tensor(counts.tolist()[0]))
+        return rows * ((owners + 1) * weights).unsqueeze(1)
+
+    mixed = Spread(4, dist.group.WORLD, Encoding()).mix(tokens, chosen, weights, experts_of(run))
+    factors = ((chosen + 1) * weights).sum(1, keepdim=True)
+    assert (mixed - tokens * factors).norm() < 0.05 * mixed.norm()
+    gradient = torch.randn_like(mixed)
+    found = torch.autograd.grad(mixed, (tokens, weights), gradient)
+    expected = torch.autograd.grad(tokens * factors, (tokens, weights), gradient)
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).norm() < 0.1 * other.norm()
+    # to the experts and back, in forward and in backward: 12 rows of a token on a rank, not 18 of its experts
+    row = comm.statistics()["all_to_all_single"]
+    assert (row.calls, row.raw_bytes) == (4, 4 * 12 * 64 * 4 / 2)  # half of it leaves the rank
+
+
+@ranks(2)
+@pytest.mark.parametrize("tokens_train", [True, False])
+@pytest.mark.parametrize("weights_train", [True, False])
+def test_ranks_whose_tokens_or_weights_need_no_gradients_take_part_in_backward(
+    tokens_train: bool, weights_train: bool
+) -> None:
+    here = dist.get_rank() == 0
+    tokens = torch.randn(4, 64, requires_grad=here or tokens_train)
+    weights = torch.rand(4, 2, requires_grad=here or weights_train)
+    chosen = torch.tensor([[0, 1]] * 4)
+    mixed = Spread(2, dist.group.WORLD).mix(
+        tokens, chosen, weights, experts_of(lambda rows, counts, factor, weights: rows * weights.unsqueeze(1))
+    )
+    mixed.sum().backward()
+    if tokens.requires_grad:
+        torch.testing.assert_close(tokens.grad, weights.detach().sum(1, keepdim=True).expand(4, 64))
+    if weights.requires_grad:
+        torch.testing.assert_close(weights.grad, tokens.detach().sum(1, keepdim=True).expand(4, 2))
 
 
 @ranks(2)
@@ -259,12 +314,7 @@ def test_rows_that_encoding_makes_no_shorter_are_sent_as_they_are(
 def test_bytes_are_compared_with_those_of_the_dtype_that_experts_give() -> None:
     """As under autocast, where tokens in FP32 come back in BF16."""
     tokens = torch.randn(6, 64, requires_grad=True)
-    experts: Any = SimpleNamespace(
-        input_casts=lambda tokens: None,
-        are_trained=lambda: False,
-        prepare=lambda tokens, rows: lambda rows, counts, factor: rows.bfloat16(),
-        note_choice=lambda chosen: None,
-    )
+    experts = experts_of(lambda rows, counts, factor, weights: (rows * weights.unsqueeze(1)).bfloat16())
     chosen = torch.arange(2).expand(6, 2).contiguous()  # half of the rows leave the rank
     mixed = Spread(2, dist.group.WORLD, Encoding()).mix(tokens, chosen, torch.full((6, 2), 0.5), experts)
     assert mixed.dtype is torch.float32
