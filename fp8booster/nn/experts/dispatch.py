@@ -1,8 +1,8 @@
 """Experts that lie on several ranks: tokens go to them and come back in FP8, and each multiplies its own in FP8.
 
-    tokens [T, H] -- sorted by expert --> exchange --> sorted by expert on its rank --> experts --> exchange --> tokens
+    tokens [T, H] -- sorted by rank --> exchange --> rows sorted by expert --> experts, sums --> exchange --> tokens
 
-An expert sees as many tokens as were sent to it. All experts of a rank are computed by grouped products where that is
+An expert sees as many tokens as chose it. All experts of a rank are computed by grouped products where that is
 right and faster (`nn.experts.grouped`), else one by one: FP8 products need multiples of 16, so the cast of its input
 pads the rows (`kernels.cast`), and an expert without tokens computes an empty product. Its weight gradient is zero:
 every rank has a gradient for every expert that it holds, in the same order, as reductions over ranks need it.
