@@ -29,9 +29,9 @@ from fp8booster.nn.experts.host_copy import HostCopy
 UNEVEN = [1.0, 4.0]
 NOTE = (
     "Median [10th-90th percentile] over the rounds of the slowest rank's time. A dispatch brings a row of each token "
-    "to each of its experts; a combine sends back what they make of it and adds up each token's, weighted. In BF16 every "
-    "row is sent. In FP8 a token is cast or encoded and sent once to each rank, with its choices and weights, and what that "
-    "rank's experts make of it is added up there, and comes back as a message in both FP8 variants, which there time the "
+    "to each of its experts; a combine sends back what they make of it and adds up each token's, weighted. In BF16 "
+    "every row is sent. In FP8 a token is cast or encoded and sent once to each rank, with its choices and weights. "
+    "What that rank's experts make of it is added up there, and comes back as a message in both, which there time the "
     "same call. Sizes are known. Uneven: rows of the busiest rank's experts over those of the least busy rank's, "
     "as asked for. Bytes sent leave a rank. BF16's GB/s are the most bytes that leave or reach a rank in BF16, over "
     "the time, whatever is sent. FP8 as cast finds its largest value here, on which ranks agree with their counts. The "

@@ -120,6 +120,7 @@ def idle_gpu() -> Iterator[None]:
         (torch, "_scaled_mm"): _scaled_mm,
         (torch, "_scaled_grouped_mm"): _scaled_grouped_mm,
         (torch, "mm"): _mm,
+        (torch.Tensor, "index_select"): _index_select,
         (trials, "_disable_current_modes"): computing,
         (product, "_decodable"): lambda a, b, inverse_scale_a, inverse_scale_b: (inverse_scale_a, inverse_scale_b),
         (torch.Tensor, "is_cuda"): True,
@@ -170,6 +171,8 @@ def idle_ranks(ranks: int, rows: int) -> Iterator[None]:
         sent.zero_(), received.zero_()
         sent[0, 0], sent[-1, 0] = first, rows - first
         received[0, 0], received[-1, 0] = first, arriving
+        for numbers in (sent, received):
+            numbers[:, -2] = numbers[:, 0]  # tokens, each with one expert there
 
     dist.init_process_group("fake", rank=0, world_size=ranks, store=dist.HashStore())
     try:
@@ -180,6 +183,11 @@ def idle_ranks(ranks: int, rows: int) -> Iterator[None]:
             yield
     finally:
         dist.destroy_process_group()
+
+
+def _index_select(tensor: Tensor, dim: int, index: Tensor) -> Tensor:
+    """Stand for what a GPU selects by numbers that a kernel wrote."""
+    return tensor.new_empty(*tensor.shape[:dim], len(index), *tensor.shape[dim + 1 :])
 
 
 class _Event:

@@ -73,8 +73,7 @@ class Work:
         self.loads = self._of_all(self.counts.sum(1))
         """int64 [ranks, ranks], rows from each rank for the experts of each."""
 
-        owners = chosen.div(self.spread.held, rounding_mode="floor").masked_fill_(self.to_ranks.places < 0, bench.ranks)
-        self.token_loads = self._of_all(count_rows(owners, bench.ranks + 1)[: bench.ranks])
+        self.token_loads = self._of_all(self.to_ranks.count(chosen, self.spread.held, bench.ranks))
         """int64 [ranks, ranks], tokens from each rank of which some experts are there."""
 
         self.sent, self.received = self.loads[bench.rank].tolist(), self.loads[:, bench.rank].tolist()
@@ -96,7 +95,7 @@ class Work:
     def choices_here(self) -> tuple[torch.Tensor, Routes]:
         """Send the choices of tokens; return the weights of those for this rank, and their rows."""
         choices = self.spread.choices_of(self.chosen, self.weights, self.to_ranks)
-        return self.spread.choices_here(choices, self.weights.dtype, self.sizes, sum(self.received))
+        return self.spread.choices_here(choices, self.sizes, sum(self.received))
 
 
 class Way(NamedTuple):

@@ -1,6 +1,6 @@
 """Sums of rows that lie in a message, each a piece of it: decoded where they are added.
 
-    y[t] = sum over j of row places[t, j] of the message             where places[t, j] is not -1
+    y[t] = sum over j of row places[t, j] of the message             where it has so many
 
 Values are those of `block_cast` and `token_rows` one behind the other, and no row is written in high precision between
 them.
@@ -24,7 +24,7 @@ def sum_message(
 
     Args:
         message: uint8 [layout.bytes], of R rows, each a piece of H values.
-        places: int64 [T, k], contiguous: the rows of each token; -1 where there is none.
+        places: int64 [T, k], contiguous: the rows of each token; R or more where there is none.
         layout: of the message, whose scales are of blocks.
         dtype: its FP8 format.
         out_dtype: of rows as they are decoded, and of sums.

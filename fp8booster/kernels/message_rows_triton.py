@@ -21,6 +21,7 @@ def sum_message_kernel(
     message,  # uint8, rows as pieces
     places,
     y,
+    rows,
     count,
     size,  # bytes of a piece
     OF_TOKEN: tl.constexpr,
@@ -35,7 +36,7 @@ def sum_message_kernel(
     total = tl.zeros([TILE_BLOCKS, BLOCK], tl.float32)
     for number in tl.static_range(OF_TOKEN):
         row = tl.load(places + token * OF_TOKEN + number)
-        if row >= 0:
+        if row < rows:
             values = load_piece(message, row * size, count, block, within, 1.0, E4M3, TENSORWISE, BLOCK)
             total += values.to(y.dtype.element_ty).to(tl.float32)  # as they are decoded
     tl.store(y + token * count + within, total.to(y.dtype.element_ty), mask=within < count)
@@ -55,7 +56,7 @@ def sum_message_triton(
             sum_message_kernel,
             (len(places), tiling.tiles),
             (message, places, sums),
-            (layout.count, layout.piece_bytes),
+            (layout.pieces, layout.count, layout.piece_bytes),
             num_warps=WARPS,
             enable_fp_fusion=False,
             OF_TOKEN=places.shape[1],

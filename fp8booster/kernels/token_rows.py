@@ -3,7 +3,7 @@
     rows[r] = tokens[choices[r] // k]                               choice t k + j is the j-th expert of token t
     y[t] = sum over j of weights[t, j] * rows[places[t, j]]         places[t, j] = r where choices[r] = t k + j
 
-A choice that has no row, as it lies on another rank, has the place -1 and adds nothing.
+A choice that has no row, as it lies on another rank, has a place behind the rows and adds nothing.
 
 A product is rounded to the dtype that torch gives it, a sum is FP32 and rounded once. On a GPU each is one launch that
 reads and writes every row once.
@@ -48,7 +48,7 @@ def sum_rows(rows: Tensor, places: Tensor, weights: Tensor | None = None) -> Ten
 
     Args:
         rows: [R, H], contiguous, BF16, FP16 or FP32.
-        places: int64 [T, k], contiguous: the rows of each token; -1 where a choice has none.
+        places: int64 [T, k], contiguous: the rows of each token; R or more where a choice has none.
         weights: [T, k], contiguous; None: ones.
 
     Returns:
@@ -78,13 +78,13 @@ def sum_rows_backward(gradient: Tensor, rows: Tensor, places: Tensor, weights: T
     # every row is some token's, once: a copy, where index_add_ would zero and add in no fixed order. Behind them is a
     # row for choices that have none
     made = rows.new_empty(len(rows) + 1, rows.shape[1])
-    made.index_copy_(0, torch.where(places < 0, len(rows), places).view(-1), drows)
-    return made[:-1], dweights.masked_fill(places < 0, 0)
+    made.index_copy_(0, places.clamp(max=len(rows)).view(-1), drows)
+    return made[:-1], dweights.masked_fill(places >= len(rows), 0)
 
 
 def _rows_of(rows: Tensor, places: Tensor) -> Tensor:
     """Return the row of each choice, [T, k, H]; zeros where it has none."""
     if not len(rows):
         return rows.new_zeros(*places.shape, rows.shape[1])
-    of_tokens = rows.index_select(0, places.clamp(min=0).view(-1)).view(*places.shape, rows.shape[1])
-    return of_tokens.masked_fill_((places < 0).unsqueeze(2), 0)
+    of_tokens = rows.index_select(0, places.clamp(max=len(rows) - 1).view(-1)).view(*places.shape, rows.shape[1])
+    return of_tokens.masked_fill_((places >= len(rows)).unsqueeze(2), 0)

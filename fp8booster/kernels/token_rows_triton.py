@@ -73,6 +73,7 @@ def sum_rows_kernel(
     places,  # int64 [tokens, OF_TOKEN]
     weights,  # [tokens, OF_TOKEN], where WEIGHTED
     y,  # sums
+    rows,
     features,
     WEIGHTED: tl.constexpr,
     OF_TOKEN: tl.constexpr,
@@ -87,7 +88,7 @@ def sum_rows_kernel(
     for number in tl.static_range(OF_TOKEN):
         choice = token * OF_TOKEN + number
         row = tl.load(places + choice)
-        values = tl.load(x + row * features + column, mask=inside & (row >= 0), other=0.0).to(tl.float32)
+        values = tl.load(x + row * features + column, mask=inside & (row < rows), other=0.0).to(tl.float32)
         if WEIGHTED:
             values = values * tl.load(weights + choice).to(tl.float32)
             if ROUNDED:  # as torch multiplies 16 bits by 16: the product is rounded before it is added
@@ -104,6 +105,7 @@ def sum_rows_backward_kernel(
     weights,
     dx,
     dweights,
+    rows,
     features,
     OF_TOKEN: tl.constexpr,
     ROUNDED: tl.constexpr,
@@ -117,7 +119,7 @@ def sum_rows_backward_kernel(
     # a whole row for each program: so the weight's gradient is one sum, without atomics
     for first in tl.range(0, features, BLOCK):
         column = first + tl.arange(0, BLOCK)
-        inside = (column < features) & (row >= 0)
+        inside = (column < features) & (row < rows)
         gradient = tl.load(dy + token * features + column, mask=inside, other=0.0).to(tl.float32)
         values = tl.load(x + row * features + column, mask=inside, other=0.0).to(tl.float32)
         tl.store(dx + row * features + column, (gradient * weight).to(dx.dtype.element_ty), mask=inside)
@@ -178,7 +180,7 @@ def sum_rows_triton(rows: Tensor, places: Tensor, weights: Tensor | None = None)
             sum_rows_kernel,
             (tokens, ceil_div(features, constants["BLOCK"])),
             (rows, places, rows if weights is None else weights, sums),
-            (features,),
+            (len(rows), features),
             WEIGHTED=weights is not None,
             **constants,
         )
@@ -195,7 +197,7 @@ def sum_rows_backward_triton(gradient: Tensor, rows: Tensor, places: Tensor, wei
             sum_rows_backward_kernel,
             places.numel(),
             (gradient, rows, places, weights, drows, dweights),
-            (rows.shape[1],),
+            rows.shape,
             **_constants(rows, places, weights),
         )
     return drows, dweights

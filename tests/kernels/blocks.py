@@ -178,7 +178,7 @@ def token_cases(device: torch.device, shapes: list[tuple[int, int, int]]) -> Ite
         )
         all_places = torch.randperm(tokens * of_token, device=device).view(tokens, of_token)
         # every row has a place; a choice without one is of a token more
-        places = F.pad(all_places, (0, 0, 0, 1), value=-1)
+        places = F.pad(all_places, (0, 0, 0, 1), value=tokens * of_token)
         dy = F.pad(dy, (0, 0, 0, 1), value=1.0)
         for weight_dtype in (None, dtype, torch.float32):
             weights = None

@@ -28,11 +28,9 @@ TYPES = {
     "size": "i32",
     "factor": "fp32",
     "places": "*i64",
-    "weights": "*bf16",
-    "dweights": "*bf16",
-    "dmessage": "*u8",
+    "rows": "i32",
 }
-UNSPECIALIZED = {"partial_count", "first", "end", "tiles", "factor", "partials"}
+UNSPECIALIZED = {"rows", "partial_count", "first", "end", "tiles", "factor", "partials"}
 FORMAT = {"E4M3": True, "LIMIT": formats.MAX[formats.E4M3], "POWER_OF_TWO": False}
 BLOCKS = {"TENSORWISE": False, "BLOCK": 256, "TILE_BLOCKS": 16}
 ROWS = {**BLOCKS, "TILE_BLOCKS": 8}  # of 2048 values

@@ -87,7 +87,7 @@ class SpreadExperts(nn.Module):
             x, owners = torch.cat([x, x.new_zeros(1, x.shape[1])]), owners.new_zeros(1)
             weights = F.pad(weights, (0, 1))
         # times the factor behind the experts and its inverse before them: their parameters alone see the factor
-        x, weights = (scale_gradient(each, 1 / factor) for each in (x, weights.unsqueeze(1)))
+        x, weights = (scale_gradient(each, 1 / factor) for each in (x, weights.unsqueeze(1).to(x.dtype)))
         forward: Any = super().forward  # of the module's class
         made = forward(x, owners.unsqueeze(1), weights)
         return scale_gradient(made, factor)[: len(rows)]

@@ -25,7 +25,7 @@ class Routes(NamedTuple):
     """int32 [R]: the choice of each row; choice t k + j is the j-th of token t."""
 
     places: torch.Tensor
-    """int64 [T, k]: the rows of each token; -1 where a choice has none."""
+    """int64 [T, k]: the rows of each token; R or more where a choice has none."""
 
     @classmethod
     def of(cls, chosen: torch.Tensor, experts: int) -> Routes:
@@ -34,16 +34,10 @@ class Routes(NamedTuple):
         return cls(choices, places.view(chosen.shape))
 
     @classmethod
-    def of_some(cls, chosen: torch.Tensor, kinds: int, rows: int | None = None) -> Routes:
-        """From choices of which those of the number `kinds` have no row, int64 [T, k].
-
-        Args:
-            chosen: numbers up to `kinds`.
-            kinds: how many have rows.
-            rows: how many there are; None: T k, of which the last have no meaning.
-        """
-        choices, places = cls.of(chosen, kinds + 1)
-        return cls(choices[:rows], places.masked_fill_(chosen == kinds, -1))
+    def of_some(cls, chosen: torch.Tensor, experts: int, rows: int) -> Routes:
+        """From choices of which those of the number `experts` have no row, integers [T, k]; `rows` are the others."""
+        choices, places = cls.of(chosen, experts + 1)  # sorted behind all others, they lie behind the rows
+        return cls(choices[:rows], places)
 
     @classmethod
     def to_ranks(cls, chosen: torch.Tensor, held: int, ranks: int) -> Routes:
@@ -57,7 +51,13 @@ class Routes(NamedTuple):
         owners = chosen.div(held, rounding_mode="floor")
         # of several choices on one rank the first has the row
         again = (owners.unsqueeze(2) == owners.unsqueeze(1)).tril_(-1).any(2)
-        return cls.of_some(owners.masked_fill_(again, ranks), ranks, len(chosen) * min(ranks, chosen.shape[1]))
+        choices, places = cls.of(owners.masked_fill_(again, ranks), ranks + 1)
+        return cls(choices[: len(chosen) * min(ranks, chosen.shape[1])], places.masked_fill_(again, len(choices)))
+
+    def count(self, chosen: torch.Tensor, held: int, ranks: int) -> torch.Tensor:
+        """Return how many rows of `to_ranks`, with the same arguments, each rank gets, int64 [ranks]."""
+        owners = chosen.div(held, rounding_mode="floor").masked_fill_(self.places >= len(self.choices), ranks)
+        return (owners.view(-1, 1) == torch.arange(ranks, dtype=owners.dtype, device=owners.device)).sum(0)
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -107,7 +107,8 @@ def of_rows(weights: torch.Tensor, routes: Routes) -> torch.Tensor:
     """Return the weight of each row, [R], of those of each choice, [T, k]; differentiable."""
 
     def of_choices(gradient: torch.Tensor) -> torch.Tensor:
-        return F.pad(gradient, (0, 1))[routes.places]  # the last is of choices that have no row
+        rows = routes.places.clamp(max=len(gradient)).view(-1)
+        return F.pad(gradient, (0, 1)).index_select(0, rows).view(routes.places.shape)  # choices without a row get 0
 
     return linear_map(weights, lambda weights: weights.reshape(-1).index_select(0, routes.choices), of_choices)
 

@@ -216,7 +216,7 @@ class Spread:
         message = wire.spread(tokens, routes) if cast is None else None
         choices = self.choices_of(chosen, weights, routes)
         added = None if beside is None else beside()
-        mix = partial(self._mix_by_numbers, experts, wire, casts, copy, weights.dtype)
+        mix = partial(self._mix_by_numbers, experts, wire, casts, copy)
         sent = None if cast is None else (tuple(cast.matrix), *cast[1:])
         made = run_eagerly(mix, tokens, chosen, numbers, tuple(routes), choices, sent, message)
         mixed = wire.summed(made, routes).to(tokens.dtype)
@@ -228,7 +228,6 @@ class Spread:
         wire: Wire,
         casts: Casts | None,
         copy: HostCopy | None,
-        of_weights: torch.dtype,
         tokens: torch.Tensor,
         chosen: torch.Tensor,
         numbers: torch.Tensor,
@@ -246,7 +245,6 @@ class Spread:
             wire: on which rows go.
             casts: have cast the tokens.
             copy: of `numbers`, which are as `_told`; None: it begins here.
-            of_weights: dtype of the weights.
             routes_of: fields of `Routes`.
             choices: as `choices_of`.
             sent: fields of `_Cast`; None: there is a message.
@@ -262,7 +260,7 @@ class Spread:
             tokens, message = _on_the_way_back(tokens), None if message is None else _on_the_way_back(message)
         if trains and not choices.requires_grad and loads.need_gradients(_WEIGHTS):
             choices = _on_the_way_back(choices)
-        weights, here = self.choices_here(choices, of_weights, sizes, sum(loads.by_expert.tolist()[0]))
+        weights, here = self.choices_here(choices, sizes, sum(loads.by_expert.tolist()[0]))
         rows: Rows
         if sent is not None and casts is not None and loads.all_cast():
             cast = _Cast(QuantizedMatrix(*sent[0]), *sent[1:])
@@ -282,34 +280,29 @@ class Spread:
         """Return the choices that go with each row: before the host waits, as it takes several launches.
 
         Returns:
-            float32 [T k, 2 k], of the token of each row the experts, counted from the first of the rank that gets it,
-            and `held` in the place of those that are elsewhere; behind them their weights.
+            float32 [R, 2 k], of the token of each row the weights. Before them the bits of int32, the experts, counted
+            from the first of the rank that gets the row, and `held` in the place of those that are elsewhere.
         """
         tokens, held = routes.tokens, self.held
         first = chosen.reshape(-1).index_select(0, routes.choices).div(held, rounding_mode="floor").mul_(held)
         own = chosen.index_select(0, tokens) - first.unsqueeze(1)
         own.masked_fill_((own < 0) | (own >= held), held)
-        # as numbers of one dtype, which has all of both
-        return torch.cat([own.to(torch.float32), spread(weights.to(torch.float32), routes)], 1)
+        return torch.cat([own.to(torch.int32).view(torch.float32), spread(weights.to(torch.float32), routes)], 1)
 
-    def choices_here(
-        self, choices: torch.Tensor, of_weights: torch.dtype, sizes: Sizes, rows: int
-    ) -> tuple[torch.Tensor, Routes]:
+    def choices_here(self, choices: torch.Tensor, sizes: Sizes, rows: int) -> tuple[torch.Tensor, Routes]:
         """Send choices to the ranks of their experts; return the weights of those for this rank, and their rows.
 
         Args:
             choices: as `choices_of`.
-            of_weights: dtype of the weights.
             sizes: of the messages.
             rows: how many choices of this rank's experts come.
 
         Returns:
-            [U, k] of the U tokens that come, and a row of each for each expert here.
+            float32 [U, k] of the U tokens that come, and a row of each for each expert here.
         """
         wire = Wire(self.group, choices.shape[1], choices.dtype, None, None)
         own, weights = wire.exchanged(choices, *sizes).tensor_split(2, 1)
-        here = Routes.of_some(own.detach().to(torch.int64), self.held, rows)
-        return weights.to(of_weights), here
+        return weights, Routes.of_some(own.detach().contiguous().view(torch.int32), self.held, rows)
 
     def _casts_before_sending(self, wire: Wire, casts: Casts | None) -> Casts | None:
         """Return what casts tokens before they are sent; None: nothing does."""
@@ -343,10 +336,7 @@ class Spread:
         count_choices(chosen.reshape(-1).contiguous(), counts, self.held, amaxes)
         if tells and casts is None:
             counts[:, self.held] = _NO_CAST
-        # a rank's tokens are those that have a row there
-        owners = chosen.div(self.held, rounding_mode="floor").masked_fill_(routes.places < 0, -1)
-        ranks = torch.arange(self.ranks, dtype=owners.dtype, device=owners.device)
-        counts[:, -2] = (owners.view(-1, 1) == ranks).sum(0)
+        counts[:, -2] = routes.count(chosen, self.held, self.ranks)
         if torch.is_grad_enabled():
             counts[:, -1] = _without_gradients(tokens, weights, experts)
         # counts go ahead of the tokens: a rank must know how many rows it receives before it makes room

