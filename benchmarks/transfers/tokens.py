@@ -73,7 +73,7 @@ class Work:
         self.loads = self._of_all(self.counts.sum(1))
         """int64 [ranks, ranks], rows from each rank for the experts of each."""
 
-        self.token_loads = self._of_all(self.to_ranks.count(chosen, self.spread.held, bench.ranks))
+        self.token_loads = self._of_all(self.to_ranks.rows_of_ranks(chosen, self.spread.held, bench.ranks))
         """int64 [ranks, ranks], tokens from each rank of which some experts are there."""
 
         self.sent, self.received = self.loads[bench.rank].tolist(), self.loads[:, bench.rank].tolist()
@@ -92,10 +92,13 @@ class Work:
         dist.all_gather(list(loads), own, group=self.bench.group)
         return loads.cpu()
 
-    def choices_here(self) -> tuple[torch.Tensor, Routes]:
-        """Send the choices of tokens; return the weights of those for this rank, and their rows."""
-        choices = self.spread.choices_of(self.chosen, self.weights, self.to_ranks)
-        return self.spread.choices_here(choices, self.sizes, sum(self.received))
+    def choices_here(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Send the choices of tokens; return those for this rank, as `Spread.send_choices`."""
+        return self.spread.send_choices(self.spread.choices_of(self.chosen, self.weights, self.to_ranks), self.sizes)
+
+    def rows_here(self, own: torch.Tensor) -> Routes:
+        """Return the rows of tokens that come, of the choices that `choices_here` gave."""
+        return Routes.of_some(own, self.spread.held, sum(self.received))
 
 
 class Way(NamedTuple):
@@ -147,10 +150,12 @@ def encoded(work: Work, made: torch.Tensor) -> tuple[Way, Way]:
     wire = Wire(work.bench.group, made.shape[1], made.dtype, work.bench.encoding, None)
 
     def dispatch() -> torch.Tensor:
-        _, here = work.choices_here()
-        return spread(wire.decode(wire.start(wire.rows_of(work.tokens, work.to_ranks), *work.sizes)()), here)
+        own, _ = work.choices_here()
+        arrived = wire.decode(wire.start(wire.rows_of(work.tokens, work.to_ranks), *work.sizes)())
+        return spread(arrived, work.rows_here(own))
 
-    weights, here = work.choices_here()
+    own, weights = work.choices_here()
+    here = work.rows_here(own)
 
     def combine() -> torch.Tensor:
         message = wire.encode(weighted_sum(made, weights, here))
@@ -170,9 +175,11 @@ def as_cast(work: Work) -> Way:
     def call() -> torch.Tensor:
         partial_amaxes(tokens)  # of which ranks tell each other the largest with their counts
         rows = spread_bytes(packed(casts.quantize(INPUT, tokens, amax=amax)), work.to_ranks)
-        _, here = work.choices_here()
+        own, _ = work.choices_here()
         payload = sum(work.sizes.sent) * tokens[0].nbytes
-        return spread_bytes(send_rows(rows, *work.sizes, group, form=casts.scaling, payload=payload)(), here)
+        arrives = send_rows(rows, *work.sizes, group, form=casts.scaling, payload=payload, async_op=True)
+        here = work.rows_here(own)
+        return spread_bytes(arrives(), here)
 
     def values(rows: torch.Tensor) -> torch.Tensor:
         return received_rows(tokens, rows, cast, amax, lambda gradient: lambda: gradient).values().float()

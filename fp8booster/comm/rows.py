@@ -114,12 +114,15 @@ def send_rows(
     # of an empty part nothing arrives
     what = {"width": rows.shape[1], "dtype": rows.dtype, "form": form}
     observer.enter(group, _COLLECTIVE, on_arrival=False, what=what)
-    rows = rows[: sum(sent)]
+    rows = rows if len(rows) == sum(sent) else rows[: sum(sent)]
     # no backend sends all FP8 formats
     given = rows if payload is None else rows.view(torch.uint8)
     output = torch.empty(max(sum(received), room), given.shape[1], dtype=given.dtype, device=rows.device)
-    output[sum(received) :].zero_()  # who looks for NaN among gradients sees all of them
-    work = dist.all_to_all_single(output[: sum(received)], given, received, sent, group, async_op)
+    arriving = output
+    if len(output) > sum(received):
+        arriving = output[: sum(received)]
+        output[len(arriving) :].zero_()  # who looks for NaN among gradients sees all of them
+    work = dist.all_to_all_single(arriving, given, received, sent, group, async_op)
     dtype = rows.dtype  # what is sent is let go once it has arrived
     # behind the launch, for which a GPU waits
     if payload is not None:

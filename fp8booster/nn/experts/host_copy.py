@@ -59,7 +59,11 @@ class Totals(HostCopy):
     """The sums of the columns of another copy, a matrix: [1, columns]."""
 
     def __init__(self, of: HostCopy) -> None:
-        self._of, self._numbers = of, of.on_device.sum(0, keepdim=True)
+        self._of = of
+
+    @cached_property
+    def _numbers(self) -> torch.Tensor:  # type: ignore[override]
+        return self._of.on_device.sum(0, keepdim=True)
 
     @cached_property
     def _list(self) -> list[Any]:

@@ -54,7 +54,7 @@ class Routes(NamedTuple):
         choices, places = cls.of(owners.masked_fill_(again, ranks), ranks + 1)
         return cls(choices[: len(chosen) * min(ranks, chosen.shape[1])], places.masked_fill_(again, len(choices)))
 
-    def count(self, chosen: torch.Tensor, held: int, ranks: int) -> torch.Tensor:
+    def rows_of_ranks(self, chosen: torch.Tensor, held: int, ranks: int) -> torch.Tensor:
         """Return how many rows of `to_ranks`, with the same arguments, each rank gets, int64 [ranks]."""
         owners = chosen.div(held, rounding_mode="floor").masked_fill_(self.places >= len(self.choices), ranks)
         return (owners.view(-1, 1) == torch.arange(ranks, dtype=owners.dtype, device=owners.device)).sum(0)

@@ -260,15 +260,19 @@ class Spread:
             tokens, message = _on_the_way_back(tokens), None if message is None else _on_the_way_back(message)
         if trains and not choices.requires_grad and loads.need_gradients(_WEIGHTS):
             choices = _on_the_way_back(choices)
-        weights, here = self.choices_here(choices, sizes, sum(loads.by_expert.tolist()[0]))
+        own, weights = self.send_choices(choices, sizes)
+        count = sum(loads.by_expert.tolist()[0])
         rows: Rows
         if sent is not None and casts is not None and loads.all_cast():
             cast = _Cast(QuantizedMatrix(*sent[0]), *sent[1:])
-            rows = self._send_cast(tokens, wire, casts, cast, routes, here, sizes)
+            arrives = self._start_cast(tokens, casts, cast, sizes)
+            here = Routes.of_some(own, self.held, count)  # while tokens are on their way
+            rows = self._rows_of_cast(tokens, wire, cast, arrives(), routes, here, sizes)
         else:
             if message is None:
                 message = wire.spread(tokens, routes)
                 self.way = _ENCODED.format("as another rank's experts read them otherwise")
+            here = Routes.of_some(own, self.held, count)
             rows = spread(wire.decoded(wire.exchanged(message, *sizes)), here)
         made = summed(self._at_experts(rows, loads, run, of_rows(weights, here)), here)
         if trains and not made.requires_grad and loads.need_gradients(_RESULTS):
@@ -289,20 +293,19 @@ class Spread:
         own.masked_fill_((own < 0) | (own >= held), held)
         return torch.cat([own.to(torch.int32).view(torch.float32), spread(weights.to(torch.float32), routes)], 1)
 
-    def choices_here(self, choices: torch.Tensor, sizes: Sizes, rows: int) -> tuple[torch.Tensor, Routes]:
-        """Send choices to the ranks of their experts; return the weights of those for this rank, and their rows.
+    def send_choices(self, choices: torch.Tensor, sizes: Sizes) -> tuple[torch.Tensor, torch.Tensor]:
+        """Send choices to the ranks of their experts, and return those of the tokens that come here.
 
         Args:
-            choices: as `choices_of`.
+            choices: as `choices_of` gives them.
             sizes: of the messages.
-            rows: how many choices of this rank's experts come.
 
         Returns:
-            float32 [U, k] of the U tokens that come, and a row of each for each expert here.
+            int32 [U, k] of the U tokens that come, the experts here, or `held`; float32 [U, k], their weights.
         """
         wire = Wire(self.group, choices.shape[1], choices.dtype, None, None)
         own, weights = wire.exchanged(choices, *sizes).tensor_split(2, 1)
-        return weights, Routes.of_some(own.detach().contiguous().view(torch.int32), self.held, rows)
+        return own.detach().contiguous().view(torch.int32), weights
 
     def _casts_before_sending(self, wire: Wire, casts: Casts | None) -> Casts | None:
         """Return what casts tokens before they are sent; None: nothing does."""
@@ -336,19 +339,29 @@ class Spread:
         count_choices(chosen.reshape(-1).contiguous(), counts, self.held, amaxes)
         if tells and casts is None:
             counts[:, self.held] = _NO_CAST
-        counts[:, -2] = routes.count(chosen, self.held, self.ranks)
+        counts[:, -2] = routes.rows_of_ranks(chosen, self.held, self.ranks)
         if torch.is_grad_enabled():
             counts[:, -1] = _without_gradients(tokens, weights, experts)
         # counts go ahead of the tokens: a rank must know how many rows it receives before it makes room
         dist.all_to_all_single(arriving, counts, group=self.group)
         return numbers
 
-    def _send_cast(
-        self, tokens: torch.Tensor, wire: Wire, casts: Casts, cast: _Cast, routes: Routes, here: Routes, sizes: Sizes
-    ) -> FP8Rows:
-        """Send tokens that were cast to the ranks of their experts, and return the rows of those that come here."""
+    def _start_cast(self, tokens: torch.Tensor, casts: Casts, cast: _Cast, sizes: Sizes) -> Callable[[], torch.Tensor]:
+        """Begin to send tokens that were cast to the ranks of their experts; return what waits for those that come."""
         payload = sum(sizes.sent) * tokens.shape[1] * tokens.element_size()
-        arrived = send_rows(cast.rows, *sizes, self.group, form=casts.scaling, payload=payload)()
+        return send_rows(cast.rows, *sizes, self.group, form=casts.scaling, payload=payload, async_op=True)
+
+    def _rows_of_cast(
+        self,
+        tokens: torch.Tensor,
+        wire: Wire,
+        cast: _Cast,
+        arrived: torch.Tensor,
+        routes: Routes,
+        here: Routes,
+        sizes: Sizes,
+    ) -> FP8Rows:
+        """Return the rows of tokens that came as they were cast."""
 
         def send_back(gradient: torch.Tensor) -> Callable[[], torch.Tensor]:
             arrives = wire.start(wire.encode(sum_of_rows(gradient, here)), sizes.received, sizes.sent)
