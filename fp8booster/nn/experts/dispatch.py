@@ -139,7 +139,7 @@ def run_experts(
         weights: [T], which multiply what experts make of their tokens; None: ones.
 
     Returns:
-        [T, H'], in the order of `tokens`.
+        [T, H'], in the order of `tokens`; of the dtype that a product with weights has.
     """
     made = None if grouped is None else grouped(tokens, counts, factor, weights)
     if made is not None:
@@ -161,4 +161,4 @@ def run_experts(
         y = scale_gradient(expert(with_amax(scale_gradient(x, 1 / factor), rows)), factor)
         results.append(y.split([piece.shape[0] for piece in own]))
     made = torch.cat([result[sender] for sender in range(len(numbers)) for result in results])
-    return made if weights is None else (made * weights.unsqueeze(1)).to(made.dtype)
+    return made if weights is None else made * weights.unsqueeze(1)  # rounded once, when rows are added up

@@ -217,7 +217,7 @@ class FP8Experts(FP8Module):
         # times the factor behind the norm and its inverse before it: its weight alone sees the factor
         norm: Any = self.post_expert_norm
         made = scale_gradient(norm(scale_gradient(made, 1 / factor)).to(made.dtype), factor)
-        return (made * of_rows).to(made.dtype)
+        return made * of_rows
 
     def _as_written(self, method: str, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return what the module's class computes by a method, on values in 16 bits."""

@@ -54,7 +54,7 @@ Args:
     weights: [R], which multiply what is made of the rows.
 
 Returns:
-    [R, H], in the order of `rows`.
+    [R, H], in the order of `rows`, in 16 bits or FP32.
 """
 
 
@@ -275,6 +275,8 @@ class Spread:
             here = Routes.of_some(own, self.held, count)
             rows = spread(wire.decoded(wire.exchanged(message, *sizes)), here)
         made = summed(self._at_experts(rows, loads, run, of_rows(weights, here)), here)
+        if made.dtype is torch.float32:  # as products with weights are
+            made = made.to(tokens.dtype)
         if trains and not made.requires_grad and loads.need_gradients(_RESULTS):
             made = _on_the_way_back(made)
         back = wire._replace(dtype=made.dtype)  # that of autocast, for one
