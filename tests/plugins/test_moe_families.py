@@ -72,8 +72,8 @@ def assert_learns_as_alone(family: str, ep_size: int) -> None:
     expected = learned_alone(family)
     assert expected[-1] < 0.95 * expected[0]
     run = boosted(family, ep_size)
-    # the sum of what each rank's experts make of a token is rounded to BF16, and grows apart from there
-    assert learned(run) == pytest.approx(expected, rel=1e-3 if ep_size == 2 else 3e-3)
+    # the sum of what each rank's experts make of a token is rounded to BF16, and losses part from there
+    assert learned(run) == pytest.approx(expected, rel=5e-3)
     assert not report(run.model).fp8
     run = boosted(family, ep_size, **IN_FP8)
     assert learned(run) == pytest.approx(expected, rel=3e-2)

@@ -216,7 +216,7 @@ class Spread:
         message = wire.spread(tokens, routes) if cast is None else None
         choices = self.choices_of(chosen, weights, routes)
         added = None if beside is None else beside()
-        mix = partial(self._mix_by_numbers, experts, wire, casts, copy)
+        mix = partial(self._mix_by_numbers, experts, wire, casts, copy, weights.dtype)
         sent = None if cast is None else (tuple(cast.matrix), *cast[1:])
         made = run_eagerly(mix, tokens, chosen, numbers, tuple(routes), choices, sent, message)
         mixed = wire.summed(made, routes).to(tokens.dtype)
@@ -228,6 +228,7 @@ class Spread:
         wire: Wire,
         casts: Casts | None,
         copy: HostCopy | None,
+        of_weights: torch.dtype,
         tokens: torch.Tensor,
         chosen: torch.Tensor,
         numbers: torch.Tensor,
@@ -245,6 +246,7 @@ class Spread:
             wire: on which rows go.
             casts: have cast the tokens.
             copy: of `numbers`, which are as `_told`; None: it begins here.
+            of_weights: dtype of the weights, which tells how products with them are rounded.
             routes_of: fields of `Routes`.
             choices: as `choices_of`.
             sent: fields of `_Cast`; None: there is a message.
@@ -274,7 +276,7 @@ class Spread:
                 self.way = _ENCODED.format("as another rank's experts read them otherwise")
             here = Routes.of_some(own, self.held, count)
             rows = spread(wire.decoded(wire.exchanged(message, *sizes)), here)
-        made = summed(self._at_experts(rows, loads, run, of_rows(weights, here)), here)
+        made = summed(self._at_experts(rows, loads, run, of_rows(weights, here).to(of_weights)), here)
         if made.dtype is torch.float32:  # as products with weights are
             made = made.to(tokens.dtype)
         if trains and not made.requires_grad and loads.need_gradients(_RESULTS):
