@@ -57,7 +57,7 @@ class Routes(NamedTuple):
     def rows_of_ranks(self, chosen: torch.Tensor, held: int, ranks: int) -> torch.Tensor:
         """Return how many rows of `to_ranks`, with the same arguments, each rank gets, int64 [ranks]."""
         owners = chosen.div(held, rounding_mode="floor").masked_fill_(self.places >= len(self.choices), ranks)
-        return (owners.view(-1, 1) == torch.arange(ranks, dtype=owners.dtype, device=owners.device)).sum(0)
+        return (owners.reshape(-1, 1) == torch.arange(ranks, dtype=owners.dtype, device=owners.device)).sum(0)
 
     @property
     def tokens(self) -> torch.Tensor:

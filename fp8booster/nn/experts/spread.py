@@ -29,6 +29,7 @@ from fp8booster.nn.experts.fp8_rows import FP8Rows, packed, received_rows, why_n
 from fp8booster.nn.experts.host_copy import HostCopy, Totals
 from fp8booster.nn.experts.routing import Routes, of_rows, spread, spread_bytes, sum_of_rows, summed
 from fp8booster.nn.graphs.breaks import in_a_capture, run_eagerly
+from fp8booster.nn.linear.functional import output_dtype
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.delivered import delivered_amax
 from fp8booster.scaling import INPUT
@@ -278,9 +279,9 @@ class Spread:
             rows = spread(wire.decoded(wire.exchanged(message, *sizes)), here)
         made = summed(self._at_experts(rows, loads, run, of_rows(weights, here).to(of_weights)), here)
         if made.dtype is torch.float32:  # as products with weights are
-            made = made.to(tokens.dtype)
+            made = made.to(output_dtype(tokens))
         if trains and not made.requires_grad and loads.need_gradients(_RESULTS):
-            made = _on_the_way_back(made)
+            made = _Kept.apply(_on_the_way_back(made))
         back = wire._replace(dtype=made.dtype)  # that of autocast, for one
         return back.exchanged(back.encoded(made), sizes.received, sizes.sent, room=len(routes.choices))
 
@@ -405,6 +406,23 @@ def _on_the_way_back(tensor: torch.Tensor) -> torch.Tensor:
     All ranks of an exchange must come to it, also those that train nothing before it.
     """
     return tensor.detach().requires_grad_()
+
+
+class _Kept(torch.autograd.Function):
+    """Saves something and reads it in backward: so checkpointing computes again up to here, and exchanges once more.
+
+    A rank that trains nothing here saves nothing else, and others would wait for it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, made: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(made.new_empty(0))
+        return made.view_as(made)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        _ = ctx.saved_tensors
+        return gradient
 
 
 def _without_gradients(tokens: torch.Tensor, weights: torch.Tensor, experts: HeldExperts) -> int:

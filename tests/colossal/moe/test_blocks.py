@@ -214,7 +214,8 @@ def experts_of(run: Run) -> Any:
 def test_a_token_goes_once_to_each_rank_and_one_sum_comes_back() -> None:
     rank = dist.get_rank()
     tokens = torch.randn(6, 64, requires_grad=True)
-    chosen = torch.tensor([[0, 1, 3]] * 4 + [[2, 3, 1]] * 2)  # two of three experts are on one rank
+    # two of three experts are on one rank; of any strides
+    chosen = torch.tensor([[0, 1, 3]] * 4 + [[2, 3, 1]] * 2).t().contiguous().t()
     weights = torch.rand(6, 3, requires_grad=True)
 
     def run(rows: torch.Tensor, counts: HostCopy, factor: float, weights: torch.Tensor) -> torch.Tensor:
@@ -314,9 +315,11 @@ def test_rows_that_encoding_makes_no_shorter_are_sent_as_they_are(
 def test_bytes_are_compared_with_those_of_the_dtype_that_experts_give() -> None:
     """As under autocast, where tokens in FP32 come back in BF16."""
     tokens = torch.randn(6, 64, requires_grad=True)
-    experts = experts_of(lambda rows, counts, factor, weights: (rows * weights.unsqueeze(1)).bfloat16())
+    # in FP32, as products of what experts give with weights are
+    experts = experts_of(lambda rows, counts, factor, weights: rows.bfloat16() * weights.unsqueeze(1))
     chosen = torch.arange(2).expand(6, 2).contiguous()  # half of the rows leave the rank
-    mixed = Spread(2, dist.group.WORLD, Encoding()).mix(tokens, chosen, torch.full((6, 2), 0.5), experts)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = Spread(2, dist.group.WORLD, Encoding()).mix(tokens, chosen, torch.full((6, 2), 0.5), experts)
     assert mixed.dtype is torch.float32
     mixed.sum().backward()
     torch.testing.assert_close(tokens.grad, torch.ones_like(tokens))

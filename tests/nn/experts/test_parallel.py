@@ -147,11 +147,14 @@ def test_they_are_where_ranks_have_other_numbers_of_tokens(family: str) -> None:
 
 
 @ranks(2)
+@pytest.mark.parametrize("again", [True, False])
 @pytest.mark.parametrize("routers", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_they_are_where_one_rank_alone_trains_its_experts(family: str, routers: bool) -> None:
+def test_they_are_where_one_rank_alone_trains_its_experts(family: str, routers: bool, again: bool) -> None:
     """As in expert-specialized fine-tuning (arXiv 2407.01906); the other sends gradients back all the same."""
     model = tiny_mixture(family)
+    if again:  # layers are computed again in backward, on all ranks
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     spread = copy.deepcopy(model)
     spread_experts(spread, dist.group.WORLD)
     for each in (model, spread):
