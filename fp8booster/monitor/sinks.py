@@ -19,7 +19,7 @@ _REMEDY = "put it right, or move the file away: recording then begins a new one"
 
 
 class Held(NamedTuple):
-    """What a sink has of a run that is resumed."""
+    """Holds what a sink has of a run that is resumed."""
 
     rows: Sequence[ScaleRow]
     """The lines of steps that are done."""

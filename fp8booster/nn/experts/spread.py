@@ -238,7 +238,7 @@ class Spread:
         sent: tuple[Any, ...] | None,
         message: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return what each rank's experts make of this rank's tokens, [T k, W] as it came, the last without meaning.
+        """Return what each rank's experts make of this rank's tokens, [R, W] as it came, zeros behind it.
 
         Here the host must know how many tokens are sent.
 
@@ -251,7 +251,7 @@ class Spread:
             routes_of: fields of `Routes`.
             choices: as `choices_of`.
             sent: fields of `_Cast`; None: there is a message.
-            message: the rows of the tokens, [T k, W], where these were not cast.
+            message: the rows of the tokens, [R, W], where these were not cast.
         """
         experts.note_choice(chosen)
         routes, loads = Routes(*routes_of), _Loads(copy or HostCopy(numbers), self.held)
