@@ -60,7 +60,7 @@ class JsonLines:
         self.path = Path(path)
 
     def begin(self, header: dict[str, Any], done: int) -> Held:
-        """As `Sink.begin`; the header is that of the last run that wrote here, with `Held.since`.
+        """Begin as `Sink.begin`; the header is that of the last run that wrote here, with `Held.since`.
 
         Raises:
             ValueError: the file that is there is another.

@@ -165,9 +165,9 @@ class GroupedExperts:
         if looked is not None and not looked.look.is_transient and self._why_not(looked, about) is None:
             layers = self._layers(looked, tokens)
             layers.up.look_up(tokens)  # those of down, while the GPU multiplies by these
-        return partial(self._by_senders, looked, layers)
+        return partial(self._on_rows, looked, layers)
 
-    def _by_senders(
+    def _on_rows(
         self,
         looked: _Looked | None,
         layers: _Layers | None,

@@ -35,7 +35,7 @@ class Routes(NamedTuple):
 
     @classmethod
     def of_some(cls, chosen: torch.Tensor, experts: int, rows: int) -> Routes:
-        """From choices of which those of the number `experts` have no row, integers [T, k]; `rows` are the others."""
+        """Return `rows` rows of choices, integers [T, k], of which those of the number `experts` have none."""
         choices, places = cls.of(chosen, experts + 1)  # sorted behind all others, they lie behind the rows
         return cls(choices[:rows], places)
 
