@@ -76,7 +76,7 @@ class ExpertByExpert(Implementation):
         return list(self.experts.parameters())
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
-        return run_experts(x, self.work.counts, self.experts)
+        return run_experts(self.work.routed(x), self.experts)
 
 
 class FP8ExpertByExpert(ExpertByExpert):

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import nn
 
 from benchmarks.harness.timing import let_weights_stay
 from benchmarks.routed.implementations import BASELINE, CONFIG, Candidate, Implementation
-from benchmarks.routed.work import ExpertLayer, Products, uneven_loads
+from benchmarks.routed.work import ExpertLayer, Products, routed_by_expert, uneven_loads
 from fp8booster import convert_to_fp8
 from fp8booster.nn.experts.dispatch import run_experts
 from fp8booster.nn.experts.grouped import GroupedExperts
-from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.fused import fuse_blocks
 
 
@@ -53,11 +51,6 @@ class WholeWork:
     def tokens(self) -> int:
         return len(self.x)
 
-    @cached_property
-    def counts(self) -> HostCopy:
-        """The loads, as of one sender."""
-        return HostCopy(torch.tensor([self.loads], device=self.x.device))
-
     @property
     def flops(self) -> int:
         """Floating-point operations of fprop, dgrad or wgrad of the three layers, without padding."""
@@ -67,7 +60,7 @@ class WholeWork:
         """In FP32, expert by expert."""
         exact = copy.deepcopy(self.experts).float()
         x = self.x.float().requires_grad_()
-        y = run_experts(x, self.counts, exact)
+        y = run_experts(routed_by_expert(x, self.loads), exact)
         y.backward(self.dy.float())
         return Products(y.detach(), x.grad, _gradients(exact))
 
@@ -90,8 +83,9 @@ class OneByOne(Implementation):
         return list(self.experts.parameters())
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
-        grouped = None if self.grouped is None else self.grouped.prepared(x, len(x))
-        return run_experts(x, self.work.counts, self.experts, grouped=grouped)
+        routed = routed_by_expert(x, self.work.loads)
+        made = None if self.grouped is None else self.grouped.prepared(x, len(x))(routed, 1.0)
+        return run_experts(routed, self.experts) if made is None else made
 
     def products(self) -> Products:
         y, dx = self.step()

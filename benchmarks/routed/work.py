@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
 from fp8booster.nn.experts.host_copy import HostCopy
+from fp8booster.nn.experts.routing import Routed
 from fp8booster.nn.experts.row_layout import RowLayout
 
 
@@ -45,6 +46,13 @@ def uneven_loads(tokens: int, experts: int) -> list[int]:
     shares = (SPREAD * torch.randn(experts, generator=generator)).softmax(0)
     chosen = shares.multinomial(tokens, replacement=True, generator=generator)
     return chosen.bincount(minlength=experts).tolist()
+
+
+def routed_by_expert(x: torch.Tensor, loads: Sequence[int]) -> Routed:
+    """Return tokens, [T, K], that are sorted by expert, with weights of one, and as the host knows the loads."""
+    numbers = torch.tensor([loads], device=x.device)
+    chosen = torch.arange(len(loads), device=x.device).repeat_interleave(numbers[0], output_size=len(x)).unsqueeze(1)
+    return Routed(x, chosen, x.new_ones(chosen.shape), HostCopy(numbers))
 
 
 class Products(NamedTuple):
@@ -93,10 +101,9 @@ class Work:
         """Floating-point operations of one of the three products, without padding."""
         return 2 * self.tokens * self.layer.inputs * self.layer.outputs
 
-    @cached_property
-    def counts(self) -> HostCopy:
-        """The loads, as of one sender."""
-        return HostCopy(torch.tensor([self.loads], device=self.x.device))
+    def routed(self, x: torch.Tensor) -> Routed:
+        """Return the tokens with their experts, of which each has one."""
+        return routed_by_expert(x, self.loads)
 
     def ends(self) -> torch.Tensor:
         """int32 [E]: where each expert's tokens end."""
@@ -104,7 +111,7 @@ class Work:
 
     def layout(self) -> RowLayout:
         """Where grouped FP8 products have the tokens."""
-        return RowLayout.of_senders(self.counts.on_device, len(self.x))
+        return self.routed(self.x).layout(self.layer.experts)
 
     def reference(self) -> Products:
         """In FP32, expert by expert."""

@@ -12,10 +12,9 @@ from fp8booster import FP8Config
 from fp8booster.cli.doctor.calls import Bench, Call
 from fp8booster.comm.rows import send_rows
 from fp8booster.kernels.cast import partial_amaxes
-from fp8booster.kernels.expert_rows import owners_of
 from fp8booster.nn.experts.dispatch import Wire
 from fp8booster.nn.experts.fp8_rows import packed, received_rows
-from fp8booster.nn.experts.routing import Routes, count_rows, spread, spread_bytes, weighted_sum
+from fp8booster.nn.experts.routing import Routes, count_rows, packed_choices, spread, spread_bytes, weighted_sum
 from fp8booster.nn.experts.spread import Sizes, Spread
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.scaling import INPUT
@@ -73,7 +72,8 @@ class Work:
         self.loads = self._of_all(self.counts.sum(1))
         """int64 [ranks, ranks], rows from each rank for the experts of each."""
 
-        self.token_loads = self._of_all(self.to_ranks.rows_of_ranks(chosen, self.spread.held, bench.ranks))
+        ends = self.to_ranks.ends
+        self.token_loads = self._of_all(ends.diff(prepend=ends.new_zeros(1)).long())
         """int64 [ranks, ranks], tokens from each rank of which some experts are there."""
 
         self.sent, self.received = self.loads[bench.rank].tolist(), self.loads[:, bench.rank].tolist()
@@ -81,7 +81,8 @@ class Work:
         self.sizes = Sizes(loads[bench.rank].tolist(), loads[:, bench.rank].tolist())
         arriving = torch.empty_like(self.counts)
         dist.all_to_all_single(arriving, self.counts, group=bench.group)
-        self.by_expert = owners_of(arriving, sum(self.received)).argsort(stable=True)
+        owners = torch.arange(arriving.shape[1], device=bench.device).repeat(bench.ranks)
+        self.by_expert = owners.repeat_interleave(arriving.flatten()).argsort(stable=True)
         """int64 [R], rows that come by sender, sorted by expert."""
 
         self.tokens = bench.values(mixture.tokens * mixture.hidden, torch.bfloat16).view(-1, mixture.hidden)
@@ -94,11 +95,12 @@ class Work:
 
     def choices_here(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Send the choices of tokens; return those for this rank, as `Spread.send_choices`."""
-        return self.spread.send_choices(self.spread.choices_of(self.chosen, self.weights, self.to_ranks), self.sizes)
+        packed = packed_choices(self.chosen, self.weights, self.to_ranks, self.spread.held)
+        return self.spread.send_choices(packed, self.sizes)
 
     def rows_here(self, own: torch.Tensor) -> Routes:
         """Return the rows of tokens that come, of the choices that `choices_here` gave."""
-        return Routes.of_some(own, self.spread.held, sum(self.received))
+        return Routes.of(own, self.spread.held, sum(self.received))
 
 
 class Way(NamedTuple):
@@ -182,7 +184,8 @@ def as_cast(work: Work) -> Way:
         return spread_bytes(arrives(), here)
 
     def values(rows: torch.Tensor) -> torch.Tensor:
-        return received_rows(tokens, rows, cast, amax, lambda gradient: lambda: gradient).values().float()
+        arrived = received_rows(tokens, len(rows), lambda: rows, cast, amax, lambda gradient: lambda: gradient)
+        return arrived.values().float()
 
     return Way(call, packed(cast)[0].nbytes, work.token_loads, values)
 

@@ -127,7 +127,7 @@ def activate_backward(
     Args:
         dy: [M, F], contiguous.
         x, up, kind: as in `activate`.
-        weights: as in `activate`; each has one row.
+        weights: as in `activate`; each has one row, or none and a gradient of zero.
 
     Returns:
         ([M, 2 F]: of x, then of up, or [M, F] without up; float32, whose largest entry is its amax; [T, k] of the
@@ -141,7 +141,7 @@ def activate_backward(
         count = values.numel()
         # rows without a weight go behind the last
         places = choices.masked_fill(choices < 0, count).long()
-        dweights = by_row.new_empty(count + 1).index_copy_(0, places, by_row)[:count]
+        dweights = by_row.new_zeros(count + 1).index_copy_(0, places, by_row)[:count]
         dweights = dweights.view(values.shape).to(values.dtype)
         dy = dy * weights.by_row()
     dx = dy * slope if up is None else torch.cat([dy * values_of(up) * slope, dy * y], 1)

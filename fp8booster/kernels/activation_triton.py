@@ -205,7 +205,7 @@ def _run(
     partials = new_partials(programs, out)
     dweights = partials
     if weights is not None and backward:
-        dweights = partials.new_empty(weights.values.numel(), column_tiles)
+        dweights = partials.new_zeros(weights.values.numel(), column_tiles)  # some may have no row
     of_rows = (out, out) if weights is None else weights
     launch(programs, dy if backward else out, x, up, *codes, *of_rows, dweights, out, partials)
     if dweights is partials:

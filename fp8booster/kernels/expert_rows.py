@@ -2,9 +2,11 @@
 
     experts one after the other; of each its choices in order, then rows that pad, to a multiple of 16 and not of 0
 
-Grouped products read rows that are padded so; rows that are sent to other ranks are not. The number of an expert's
-choices is known on the device alone. The host, which would wait for it, knows how many rows there are at most: what is
-spare pads the last expert.
+Grouped products read rows that are padded so; rows that are sent to other ranks are not. A choice may have no row, as
+where its expert is on another rank.
+
+The number of an expert's choices is known on the device alone. The host, which would wait for it, knows how many rows
+there are at most: what is spare pads the last expert.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fp8booster.kernels.alignment import ALIGNMENT
@@ -22,13 +25,13 @@ class ExpertRows(NamedTuple):
     """M rows of N choices for G experts."""
 
     ends: Tensor
-    """int32 [G]: the row behind each expert's last; that of the last expert is M."""
+    """int32 [G]: the row behind each expert's last; of padded rows that of the last expert is M."""
 
     places: Tensor
-    """int64 [N]: the row of each choice."""
+    """int64 [N]: the row of each choice; M where it has none."""
 
     choices: Tensor
-    """int32 [M]: the choice that each row holds; -1 where it pads."""
+    """int32 [M]: the choice that each row holds; -1 where it pads, and 0 behind rows that are not padded."""
 
 
 def most_rows(choices: int, experts: int) -> int:
@@ -36,30 +39,36 @@ def most_rows(choices: int, experts: int) -> int:
     return choices // ALIGNMENT * ALIGNMENT + ALIGNMENT * experts
 
 
-SENT_ROWS = 256
-"""M of choices that other ranks send is a multiple of this, for their number is another at each call: so sizes repeat,
-and with them launches."""
+REPEATED_ROWS = 256
+"""M of choices that the host has counted is a multiple of this, for their number is another at each call: so sizes
+repeat, and with them launches."""
 
 
-def most_sent_rows(choices: int, experts: int) -> int:
-    """Return M where choices are sent."""
-    return -(-most_rows(choices, experts) // SENT_ROWS) * SENT_ROWS
+def most_counted_rows(choices: int, experts: int) -> int:
+    """Return M where the host knows how many choices have rows."""
+    return -(-most_rows(choices, experts) // REPEATED_ROWS) * REPEATED_ROWS
+
+
+def most_laid_out(choices: int, experts: int, padded: bool, counted: int | None) -> int:
+    """Return M of N choices; arguments as in `expert_rows`."""
+    if not padded:
+        return choices if counted is None else counted
+    return most_rows(choices, experts) if counted is None else most_counted_rows(counted, experts)
 
 
 @operator()
-def expert_rows(owners: Tensor, experts: int, padded: bool = True) -> ExpertRows:
+def expert_rows(owners: Tensor, experts: int, padded: bool = True, counted: int | None = None) -> ExpertRows:
     """Lay choices out as the rows of their experts.
 
     Args:
-        owners: integers [N], contiguous: the expert of each choice, from 0 to G - 1, which is not examined.
+        owners: integers [N], contiguous: the expert of each choice. One that is not from 0 to G - 1 has no row.
         experts: their number, G.
-        padded: False: as many rows as choices.
+        padded: False: rows are not padded.
+        counted: so many choices have rows, at most, as the host knows; None: it knows N alone.
     """
-    return _laid_out(owners, experts, most_rows(len(owners), experts) if padded else len(owners), padded)
-
-
-def _laid_out(owners: Tensor, experts: int, most: int, padded: bool) -> ExpertRows:
-    device = owners.device
+    device, choices = owners.device, len(owners)
+    most = most_laid_out(choices, experts, padded, counted)
+    owners = owners.masked_fill((owners < 0) | (owners >= experts), experts)
     by_expert, order = owners.sort(stable=True)
     begins = torch.searchsorted(by_expert, torch.arange(experts + 1, dtype=owners.dtype, device=device))
     sizes = begins.diff()
@@ -67,19 +76,61 @@ def _laid_out(owners: Tensor, experts: int, most: int, padded: bool) -> ExpertRo
         # the sum of the weight gradient over no rows would be refused
         sizes = (sizes + (ALIGNMENT - 1)).div_(ALIGNMENT, rounding_mode="floor").clamp_(min=1).mul_(ALIGNMENT)
     ends = sizes.cumsum(0)
-    by_rank = (
-        torch.arange(len(owners), dtype=torch.int64, device=device) + (ends - sizes - begins[:-1])[by_expert.long()]
+    shifts = F.pad(ends - sizes - begins[:-1], (0, 1))[by_expert.long()]
+    by_rank = (torch.arange(choices, dtype=torch.int64, device=device) + shifts).masked_fill_(
+        by_expert == experts, most
     )
     places = torch.empty_like(order).scatter_(0, order, by_rank)
-    choices = torch.full((most,), -1, dtype=torch.int32, device=device)
-    choices.scatter_(0, places, torch.arange(len(owners), dtype=torch.int32, device=device))
-    taken = ends.to(torch.int32)
-    taken[-1:].fill_(most)
-    return ExpertRows(taken, places, choices)
+    held = torch.full((most + 1,), -1 if padded else 0, dtype=torch.int32, device=device)
+    held.scatter_(0, places, torch.arange(choices, dtype=torch.int32, device=device))
+    ends = ends.to(torch.int32)
+    if padded:
+        ends[-1:].fill_(most)
+    return ExpertRows(ends, places, held[:most].clone())
+
+
+@operator()
+def first_on_ranks(chosen: Tensor, held: int, ranks: int) -> Tensor:
+    """Return the rank of each choice's expert, and `ranks` where a choice of the token before it is on the same one.
+
+    Args:
+        chosen: integers [T, k], contiguous: the experts of each token.
+        held: experts of each rank.
+        ranks: how many.
+
+    Returns:
+        int32 [T k].
+    """
+    owners = chosen.div(held, rounding_mode="floor").to(torch.int32)
+    again = (owners.unsqueeze(2) == owners.unsqueeze(1)).tril_(-1).any(2)
+    return owners.masked_fill_(again, ranks).view(-1)
+
+
+@operator()
+def pack_choices(chosen: Tensor, weights: Tensor, choices: Tensor, held: int) -> Tensor:
+    """Return what goes with each row of a token to the rank of its experts.
+
+    Args:
+        chosen: integers [T, k], contiguous: the experts of each token.
+        weights: [T, k], contiguous, BF16, FP16 or FP32.
+        choices: int32 [R]: a choice of each row's token, whose rank gets the row.
+        held: experts of each rank.
+
+    Returns:
+        float32 [R, 2 k], of the token of each row the weights. Before them the bits of int32, the experts, counted from
+        the first of the rank that gets the row, and `held` in the place of those that are elsewhere.
+    """
+    tokens = choices.div(chosen.shape[1], rounding_mode="floor")
+    first = chosen.view(-1).index_select(0, choices).div(held, rounding_mode="floor").mul_(held)
+    own = chosen.index_select(0, tokens) - first.unsqueeze(1)
+    own = own.masked_fill_((own < 0) | (own >= held), held).to(torch.int32)
+    return torch.cat([own.view(torch.float32), weights.index_select(0, tokens).float()], 1)
 
 
 @operator(writes=("numbers",))
-def count_choices(owners: Tensor, numbers: Tensor, held: int, amaxes: Tensor | None = None) -> None:
+def count_choices(
+    owners: Tensor, numbers: Tensor, held: int, amaxes: Tensor | None = None, ends: Tensor | None = None
+) -> None:
     """Write down how many choices each expert has, as ranks tell each other.
 
     Args:
@@ -89,31 +140,12 @@ def count_choices(owners: Tensor, numbers: Tensor, held: int, amaxes: Tensor | N
         held: experts of each rank.
         amaxes: float32 [P], contiguous, the bits of the largest magnitude of which are written to the column behind;
             None: nothing is.
+        ends: int32 [ranks], contiguous: where the rows for each rank end, whose number is written to the column behind
+            that; None: nothing is.
     """
     experts = torch.arange(len(numbers) * held, dtype=owners.dtype, device=owners.device)
     numbers[:, :held] = (owners.unsqueeze(1) == experts).sum(0).view(-1, held)
     if amaxes is not None:
         numbers[:, held] = amaxes.max().abs().view(torch.int32)  # of zero and NaN too without a sign
-
-
-def owners_of(counts: Tensor, choices: int) -> Tensor:
-    """Return the expert of each choice, int64 [N], of choices that lie by sender, and of each sender by expert.
-
-    Args:
-        counts: int64 [senders, G], choices from each sender for each expert.
-        choices: their number, N.
-    """
-    # the numbers of the counts, of which every sender has one for each expert; with their sum, so that nobody waits
-    return torch.repeat_interleave(counts.flatten(), output_size=choices).remainder_(counts.shape[1])
-
-
-@operator()
-def sent_rows(counts: Tensor, choices: int) -> ExpertRows:
-    """Lay out choices that lie by sender, and of each sender by expert, as `expert_rows` does, in `most_sent_rows`.
-
-    Args:
-        counts: int64 [senders, G], each row contiguous: choices from each sender for each expert; they add up to N.
-        choices: their number, N.
-    """
-    experts = counts.shape[1]
-    return _laid_out(owners_of(counts, choices), experts, most_sent_rows(choices, experts), padded=True)
+    if ends is not None:
+        numbers[:, held + 1] = ends.diff(prepend=ends.new_zeros(1))

@@ -1,8 +1,7 @@
-"""The rows of experts on a GPU: three launches that sort by counting, or one where choices lie sorted by sender.
+"""The rows of experts on a GPU: three launches that sort by counting, and what ranks tell each other of choices.
 
 Each expert's choices are counted in blocks, the counts of the blocks before are summed, and a choice's place follows
-from those before it in its own block. So the order is that of the choices, with no atomics. Of choices by sender the
-counts are known.
+from those before it in its own block. So the order is that of the choices, with no atomics.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from fp8booster.kernels.alignment import ALIGNMENT
 from fp8booster.kernels.cast_triton import largest_partial
-from fp8booster.kernels.expert_rows import ExpertRows, most_rows, most_sent_rows
+from fp8booster.kernels.expert_rows import ExpertRows, most_laid_out
 from fp8booster.kernels.launch import block_over, ceil_div, launch
 
 COUNTED, PLACED, PART = 512, 128, 32
@@ -26,8 +25,8 @@ EXPERTS, BLOCKS = 128, 64  # of a tile
 AT_ONCE, FEW = 2048, 8
 """Choices that a program counts at once where it counts all of a few experts'."""
 
-SENT, PROGRAMS = 256, 32
-"""Choices that a program places at once of those from senders, and programs of an expert."""
+PACKED = 128
+"""Tokens or rows of a program where it looks at all choices of each."""
 
 
 @triton.jit
@@ -52,16 +51,6 @@ def count_kernel(
 
 
 @triton.jit
-def padded_size(total, inside, ALIGNMENT: tl.constexpr):
-    """Return the rows of experts inside, of whose choices the totals are given."""
-    size = tl.where(inside, total, 0)
-    if ALIGNMENT > 1:
-        # the sum of the weight gradient over no rows would be refused
-        size = tl.where(inside, tl.maximum((total + ALIGNMENT - 1) // ALIGNMENT, 1) * ALIGNMENT, 0)
-    return size
-
-
-@triton.jit
 def begin_kernel(
     counts,  # becomes the choices of the same expert in the blocks before
     starts,  # int32 [experts]
@@ -77,6 +66,7 @@ def begin_kernel(
     """One program finds where experts begin and end."""
     start = 0
     padding = tl.arange(0, ALIGNMENT)[None, :]
+    PADDED: tl.constexpr = ALIGNMENT > 1
     for first in tl.range(0, experts, EXPERTS):
         expert = first + tl.arange(0, EXPERTS)
         inside = expert < experts
@@ -88,17 +78,22 @@ def begin_kernel(
             count = tl.load(place, mask=known, other=0)
             tl.store(place, tl.cumsum(count, 0) - count + total[None, :], mask=known)
             total += tl.sum(count, 0)
-        size = padded_size(total, inside, ALIGNMENT)
+        size = tl.where(inside, total, 0)
+        if PADDED:
+            # the sum of the weight gradient over no rows would be refused
+            size = tl.where(inside, tl.maximum((total + ALIGNMENT - 1) // ALIGNMENT, 1) * ALIGNMENT, 0)
         end = start + tl.cumsum(size, 0)
         tl.store(starts + expert, end - size, mask=inside)
-        tl.store(ends + expert, tl.where(expert == experts - 1, most, end), mask=inside)
-        row = (end - size + total)[:, None] + padding
-        tl.store(held + row, tl.full([EXPERTS, ALIGNMENT], -1, tl.int32), mask=row < end[:, None])
+        tl.store(ends + expert, tl.where(PADDED & (expert == experts - 1), most, end), mask=inside)
+        if PADDED:
+            row = (end - size + total)[:, None] + padding
+            unused = (row < end[:, None]) & (row < most)
+            tl.store(held + row, tl.full([EXPERTS, ALIGNMENT], -1, tl.int32), mask=unused)
         start += tl.sum(size, 0)
-    # what is spare: at most a row of padding for each expert
-    for first in tl.range(0, experts, EXPERTS):
-        row = start + (first + tl.arange(0, EXPERTS))[:, None] * ALIGNMENT + padding
-        tl.store(held + row, tl.full([EXPERTS, ALIGNMENT], -1, tl.int32), mask=row < most)
+    if PADDED:  # what is spare
+        for first in tl.range(start, most, EXPERTS * ALIGNMENT):
+            row = first + tl.arange(0, EXPERTS * ALIGNMENT)
+            tl.store(held + row, tl.full([EXPERTS * ALIGNMENT], -1, tl.int32), mask=row < most)
 
 
 @triton.jit
@@ -110,6 +105,7 @@ def place_kernel(
     held,
     choices,
     experts,
+    most,
     COUNTED: tl.constexpr,
     PLACED: tl.constexpr,
     PART: tl.constexpr,
@@ -117,7 +113,7 @@ def place_kernel(
     """Each program places a part of a block's choices, behind those of the same expert before them."""
     choice = tl.program_id(0) * PLACED + tl.arange(0, PLACED)
     owner = tl.load(owners + choice, mask=choice < choices, other=-1).to(tl.int32)
-    inside = (owner >= 0) & (owner < experts)  # a number that is no expert's is written nowhere
+    inside = (owner >= 0) & (owner < experts)
     block = tl.program_id(0) * PLACED // COUNTED
     row = tl.load(starts + owner, mask=inside, other=0)
     row += tl.load(counts + block * experts + owner, mask=inside, other=0)
@@ -126,8 +122,8 @@ def place_kernel(
         its_owner = tl.load(owners + other, mask=other < choices, other=-1).to(tl.int32)
         before = (its_owner[None, :] == owner[:, None]) & (other[None, :] < choice[:, None])
         row += tl.sum(before.to(tl.int32), 1)
-    tl.store(places + choice, row.to(tl.int64), mask=inside)
-    tl.store(held + row, choice, mask=inside)
+    tl.store(places + choice, tl.where(inside, row, most).to(tl.int64), mask=choice < choices)
+    tl.store(held + row, choice, mask=inside & (row < most))
 
 
 @triton.jit
@@ -135,6 +131,7 @@ def tell_kernel(
     owners,
     numbers,  # int64 [ranks, columns]
     amaxes,
+    ends,  # int32 [ranks], where ENDS
     choices,
     ranks,
     columns,
@@ -144,8 +141,9 @@ def tell_kernel(
     EXPERTS: tl.constexpr,
     RANKS: tl.constexpr,
     PARTIALS_BLOCK: tl.constexpr,  # 0: no amax is told
+    ENDS: tl.constexpr,
 ):
-    """Each program counts all choices of a tile of experts; the first also tells the amax."""
+    """Each program counts all choices of a tile of experts; the first also tells the amax and the rows of ranks."""
     expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
     count = tl.zeros([EXPERTS], tl.int32)
     for first in tl.range(0, choices, AT_ONCE):
@@ -154,70 +152,76 @@ def tell_kernel(
         count += tl.sum((owner[:, None] == expert[None, :]).to(tl.int32), 0)
     place = expert // held * columns + expert % held
     tl.store(numbers + place, count.to(tl.int64), mask=expert < ranks * held)
+    rank = tl.arange(0, RANKS)
+    if ENDS and tl.program_id(0) == 0:
+        end = tl.load(ends + rank, mask=rank < ranks, other=0)
+        before = tl.load(ends + rank - 1, mask=(rank > 0) & (rank < ranks), other=0)
+        tl.store(numbers + rank * columns + held + 1, (end - before).to(tl.int64), mask=rank < ranks)
     if PARTIALS_BLOCK and tl.program_id(0) == 0:
-        rank = tl.arange(0, RANKS)
         bits = tl.full([RANKS], largest_partial(amaxes, partials, PARTIALS_BLOCK), tl.int64)
         tl.store(numbers + rank * columns + held, bits, mask=rank < ranks)
 
 
 @triton.jit
-def sent_kernel(
-    counts,  # int64 [senders, experts], rows `stride` apart
-    ends,
-    places,
+def first_kernel(
+    chosen,
+    owners,  # int32, as many
+    choices,
     held,
-    senders,
-    experts,
-    stride,
-    most,
-    ALIGNMENT: tl.constexpr,
-    SENT: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    SENDERS: tl.constexpr,
-    EXPERTS: tl.constexpr,
+    ranks,
+    OF_TOKEN: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
-    """Each program places a part of what each sender sent to one expert; the first of an expert also pads."""
-    own, program = tl.program_id(0), tl.program_id(1)
-    sender, expert = tl.arange(0, SENDERS), tl.arange(0, EXPERTS)
-    inside = (sender < senders)[:, None] & (expert < experts)[None, :]
-    count = tl.load(counts + sender[:, None] * stride + expert[None, :], mask=inside, other=0).to(tl.int32)
-    total = tl.sum(count, 0)
-    size = padded_size(total, expert < experts, ALIGNMENT)
-    start = tl.sum(tl.where(expert < own, size, 0), 0)
-    end = start + tl.sum(tl.where(expert == own, size, 0), 0)
-    taken = start + tl.sum(tl.where(expert == own, total, 0), 0)
-    of_own = tl.sum(tl.where((expert == own)[None, :], count, 0), 1)
-    of_sender = tl.sum(count, 1)
-    # where what each sender sent to this expert begins, among its choices and among the expert's rows
-    first_choice = tl.cumsum(of_sender, 0) - of_sender + tl.sum(tl.where((expert < own)[None, :], count, 0), 1)
-    first_row = start + tl.cumsum(of_own, 0) - of_own
-    for number in tl.range(0, senders):
-        is_it = sender == number
-        rows = tl.sum(tl.where(is_it, of_own, 0), 0)
-        choice = tl.sum(tl.where(is_it, first_choice, 0), 0)
-        row = tl.sum(tl.where(is_it, first_row, 0), 0)
-        for first in tl.range(program * SENT, rows, PROGRAMS * SENT):
-            place = first + tl.arange(0, SENT)
-            tl.store(places + choice + place, (row + place).to(tl.int64), mask=place < rows)
-            tl.store(held + row + place, choice + place, mask=place < rows)
-    if program == 0:
-        end = tl.where(own == experts - 1, most, end)  # what is spare pads the last
-        tl.store(ends + own, end)
-        for first in tl.range(taken, end, SENT):
-            place = first + tl.arange(0, SENT)
-            tl.store(held + place, tl.full([SENT], -1, tl.int32), mask=place < end)
+    """Each program compares each choice of a block with those of its token before it."""
+    choice = tl.program_id(0) * PACKED + tl.arange(0, PACKED)
+    inside = choice < choices
+    rank = tl.load(chosen + choice, mask=inside, other=0).to(tl.int32) // held
+    number = choice % OF_TOKEN
+    again = choice < 0
+    for before in tl.static_range(OF_TOKEN - 1):
+        is_before = inside & (before < number)
+        other = tl.load(chosen + choice - number + before, mask=is_before, other=0).to(tl.int32) // held
+        again = again | (is_before & (other == rank))
+    tl.store(owners + choice, tl.where(again, ranks, rank), mask=inside)
 
 
-def expert_rows_triton(owners: Tensor, experts: int, padded: bool = True) -> ExpertRows:
+@triton.jit
+def pack_kernel(
+    chosen,
+    weights,
+    choices,
+    experts,  # int32 [rows, 2 OF_TOKEN]
+    values,  # float32, the same memory
+    rows,
+    held,
+    OF_TOKEN: tl.constexpr,
+    WIDTH: tl.constexpr,  # OF_TOKEN or more
+    PACKED: tl.constexpr,
+):
+    """Each program packs the choices of a block of rows."""
+    row = tl.program_id(0) * PACKED + tl.arange(0, PACKED)
+    choice = tl.load(choices + row, mask=row < rows, other=0)
+    first = tl.load(chosen + choice, mask=row < rows, other=0).to(tl.int32) // held * held
+    number = tl.arange(0, WIDTH)[None, :]
+    inside = (row < rows)[:, None] & (number < OF_TOKEN)
+    place = (choice // OF_TOKEN)[:, None] * OF_TOKEN + number
+    own = tl.load(chosen + place, mask=inside, other=0).to(tl.int32) - first[:, None]
+    weight = tl.load(weights + place, mask=inside, other=0.0).to(tl.float32)
+    to = row.to(tl.int64)[:, None] * (2 * OF_TOKEN) + number
+    tl.store(experts + to, tl.where((own < 0) | (own >= held), held, own), mask=inside)
+    tl.store(values + to + OF_TOKEN, weight, mask=inside)
+
+
+def expert_rows_triton(owners: Tensor, experts: int, padded: bool = True, counted: int | None = None) -> ExpertRows:
     """Compute `expert_rows`, number for number."""
     choices = len(owners)
-    most = most_rows(choices, experts) if padded else choices
+    most = most_laid_out(choices, experts, padded, counted)
     blocks = ceil_div(choices, COUNTED)
     # the last of the counts: where experts start
     counts = owners.new_empty(blocks + 1, experts, dtype=torch.int32)
     starts = counts[blocks]
-    ends, held = (owners.new_empty(size, dtype=torch.int32) for size in (experts, most))
-    places = owners.new_empty(choices, dtype=torch.int64)
+    ends, places = owners.new_empty(experts, dtype=torch.int32), owners.new_empty(choices, dtype=torch.int64)
+    held = (owners.new_empty if padded else owners.new_zeros)(most, dtype=torch.int32)
     tile = min(EXPERTS, block_over(experts))
     if choices:
         grid = (blocks, ceil_div(experts, tile))
@@ -236,31 +240,42 @@ def expert_rows_triton(owners: Tensor, experts: int, padded: bool = True) -> Exp
     if choices:
         tensors = (owners, counts, starts, places, held)
         programs, sizes = ceil_div(choices, PLACED), {"COUNTED": COUNTED, "PLACED": PLACED, "PART": PART}
-        launch(place_kernel, programs, tensors, (choices, experts), num_warps=8, **sizes)
+        launch(place_kernel, programs, tensors, (choices, experts, most), num_warps=8, **sizes)
     return ExpertRows(ends, places, held)
 
 
-def sent_rows_triton(counts: Tensor, choices: int) -> ExpertRows:
-    """Compute `sent_rows`, number for number."""
-    senders, experts = counts.shape
-    most = most_sent_rows(choices, experts)
-    ends, held = (counts.new_empty(size, dtype=torch.int32) for size in (experts, most))
-    places = counts.new_empty(choices)
-    launch(
-        sent_kernel,
-        (experts, PROGRAMS),
-        (counts, ends, places, held),
-        (senders, experts, counts.stride(0), most),
-        ALIGNMENT=ALIGNMENT,
-        SENT=SENT,
-        PROGRAMS=PROGRAMS,
-        SENDERS=block_over(senders),
-        EXPERTS=block_over(experts),
-    )
-    return ExpertRows(ends, places, held)
+def first_on_ranks_triton(chosen: Tensor, held: int, ranks: int) -> Tensor:
+    """Compute `first_on_ranks`, number for number."""
+    choices = chosen.numel()
+    owners = chosen.new_empty(choices, dtype=torch.int32)
+    if choices:
+        sizes = (choices, held, ranks)
+        launch(
+            first_kernel, ceil_div(choices, PACKED), (chosen, owners), sizes, OF_TOKEN=chosen.shape[1], PACKED=PACKED
+        )
+    return owners
 
 
-def count_choices_triton(owners: Tensor, numbers: Tensor, held: int, amaxes: Tensor | None = None) -> None:
+def pack_choices_triton(chosen: Tensor, weights: Tensor, choices: Tensor, held: int) -> Tensor:
+    """Compute `pack_choices`, bit for bit."""
+    rows, of_token = len(choices), chosen.shape[1]
+    packed = weights.new_empty(rows, 2 * of_token, dtype=torch.float32)
+    if packed.numel():
+        launch(
+            pack_kernel,
+            ceil_div(rows, PACKED),
+            (chosen, weights, choices, packed.view(torch.int32), packed),
+            (rows, held),
+            OF_TOKEN=of_token,
+            WIDTH=block_over(of_token),
+            PACKED=PACKED,
+        )
+    return packed
+
+
+def count_choices_triton(
+    owners: Tensor, numbers: Tensor, held: int, amaxes: Tensor | None = None, ends: Tensor | None = None
+) -> None:
     """Compute `count_choices`; the bits of a NaN may be others."""
     ranks, columns = numbers.shape
     partials = 0 if amaxes is None else len(amaxes)
@@ -268,11 +283,12 @@ def count_choices_triton(owners: Tensor, numbers: Tensor, held: int, amaxes: Ten
     launch(
         tell_kernel,
         ceil_div(ranks * held, experts),
-        (owners, numbers, numbers if amaxes is None else amaxes),
+        (owners, numbers, numbers if amaxes is None else amaxes, numbers if ends is None else ends),
         (len(owners), ranks, columns, held, partials),
         num_warps=8,
         AT_ONCE=AT_ONCE,
         EXPERTS=experts,
         RANKS=block_over(ranks),
         PARTIALS_BLOCK=block_over(partials) if partials else 0,
+        ENDS=ends is not None,
     )

@@ -19,7 +19,7 @@ from fp8booster.config import FAST_PRODUCTS, Formats
 from fp8booster.kernels.product import product
 from fp8booster.nn.experts import grouped_linear
 from fp8booster.nn.experts.grouped import GroupedExperts
-from fp8booster.nn.experts.host_copy import HostCopy
+from fp8booster.nn.experts.routing import Routed
 from fp8booster.nn.fused.loss import linear_cross_entropy
 from fp8booster.nn.fused.merged_layers import MergedLayers
 from fp8booster.nn.weights.casting import Casts
@@ -60,7 +60,8 @@ def experts(config: FP8Config) -> None:
     made = convert_to_fp8(nn.ModuleList(MixtralBlockSparseTop2MLP(sizes) for _ in range(2)).bfloat16(), config)
     grouped = GroupedExperts(list(made))
     x = _input()
-    y = grouped.prepared(x, len(x))(x, HostCopy(torch.tensor([[32, 16]])), 1.0)
+    chosen = torch.tensor([0] * 32 + [1] * 16).unsqueeze(1)
+    y = grouped.mix(Routed(x, chosen, x.detach().new_ones(chosen.shape)))
     if y is None:
         y = torch.cat([expert(_input(16)) for expert in made])
     y.float().square().sum().backward()

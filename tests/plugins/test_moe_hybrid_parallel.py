@@ -16,11 +16,12 @@ from fp8booster.colossal.hybrid.gradients import is_replicated
 from fp8booster.comm import Encoding
 from fp8booster.comm.links import ESTIMATED
 from fp8booster.config import WeightCopies
-from fp8booster.kernels.expert_rows import most_sent_rows
+from fp8booster.kernels.expert_rows import most_counted_rows
 from fp8booster.monitor.traffic import Traffic, count_traffic
 from fp8booster.nn import FP8Layer
+from fp8booster.nn.experts import spread
 from fp8booster.nn.experts.grouped import grouped_experts
-from fp8booster.nn.experts.spread import Spread
+from fp8booster.nn.experts.routing import Routed
 from tests.colossal.hybrid.runs import HybridRun, start
 from tests.colossal.hybrid.test_learning import assert_close_over_steps, of_first_process
 from tests.colossal.models import token_batch
@@ -159,14 +160,13 @@ def test_moe_runs_all_products_but_those_of_head_and_routers_in_fp8() -> None:
     batch = rank_batches(1)[0]
     run.step(batch)  # now the weights are those that ZeRO gathered
     loads: list[list[int]] = []
-    at_experts = Spread._at_experts
 
-    def recording(self: Spread, rows: Any, told: Any, *given: Any) -> torch.Tensor:
-        loads.append(told.by_expert.tolist()[0])
-        return at_experts(self, rows, told, *given)
+    def recording(*given: Any) -> Routed:
+        loads.append((routed := Routed(*given)).counts.tolist()[0])
+        return routed
 
     with pytest.MonkeyPatch.context() as monkeypatch, Census() as counted:
-        monkeypatch.setattr(Spread, "_at_experts", recording)
+        monkeypatch.setattr(spread, "Routed", recording)
         run.step(batch)
     told = report(run.model)
     stacked = [(row.shape[0], None) for row in told.outside if row.name.endswith("experts.down_proj")]
@@ -179,7 +179,7 @@ def test_moe_runs_all_products_but_those_of_head_and_routers_in_fp8() -> None:
     # what stands for a grouped product here multiplies for one expert after the other
     padded = [[max(16, -(-load // 16) * 16) for load in of_block] for of_block in loads]
     for of_block, rows_of_block in zip(loads, padded, strict=True):  # the last expert has the rows that are spare
-        rows_of_block[-1] = most_sent_rows(sum(of_block), len(of_block)) - sum(rows_of_block[:-1])
+        rows_of_block[-1] = most_counted_rows(sum(of_block), len(of_block)) - sum(rows_of_block[:-1])
     for rows in (rows for of_block in padded for rows in of_block):
         expected += [*_of_layer(rows, hidden, 2 * features), *_of_layer(rows, features, hidden)]
     assert len(loads) == 2

@@ -57,8 +57,8 @@ class BatchedExperts(FP8Experts):
     def _in_grouped_products(self, *args: Tensor) -> Tensor:
         (rows,) = args
         experts = len(self.gate_up_proj)
-        counts = torch.full((1, experts), len(rows) // experts, dtype=torch.int64, device=rows.device)
-        layout = RowLayout.of_senders(counts, len(rows))
+        chosen = torch.arange(experts, device=rows.device).repeat_interleave(len(rows) // experts)
+        layout = RowLayout.of_choices(chosen.unsqueeze(1), experts)
         return self.on_rows(rows, layout, layout).to(rows.dtype)
 
     @property

@@ -1,11 +1,9 @@
-"""Experts that lie on several ranks: tokens go to them and come back in FP8, and each multiplies its own in FP8.
+"""What carries tokens to experts on other ranks in FP8 and their sums back, and experts that run one by one.
 
-    tokens [T, H] -- sorted by rank --> exchange --> rows sorted by expert --> experts, sums --> exchange --> tokens
-
-An expert sees as many tokens as chose it. All experts of a rank are computed by grouped products where that is
-right and faster (`nn.experts.grouped`), else one by one: FP8 products need multiples of 16, so the cast of its input
-pads the rows (`kernels.cast`), and an expert without tokens computes an empty product. Its weight gradient is zero:
-every rank has a gradient for every expert that it holds, in the same order, as reductions over ranks need it.
+Experts run so where grouped products (`nn.experts.grouped`) are not right or not faster. Each sees as many tokens as
+chose it. FP8 products need multiples of 16, so the cast of its input pads the rows (`kernels.cast`), and an expert
+without tokens computes an empty product. Its weight gradient is zero: every rank has a gradient for every expert that
+it holds, in the same order, as reductions over ranks need it.
 """
 
 from __future__ import annotations
@@ -19,9 +17,8 @@ import torch.distributed as dist
 from fp8booster.comm.encoding import Encoding
 from fp8booster.comm.rows import decode_rows, encode_rows, send_rows, sum_rows, why_not_encoded
 from fp8booster.nn.experts.fp8_rows import FP8Rows, values_of, with_amax
-from fp8booster.nn.experts.grouped import Grouped
 from fp8booster.nn.experts.host_copy import HostCopy
-from fp8booster.nn.experts.routing import Routes, sum_of_rows
+from fp8booster.nn.experts.routing import Routed, Routes, count_rows, spread, sum_of_rows, weighted_sum
 from fp8booster.nn.linear.functional import linear_map
 
 Expert = Callable[[torch.Tensor], torch.Tensor]
@@ -119,46 +116,29 @@ def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
     return x if factor == 1 else linear_map(x, lambda x: x.view_as(x), lambda gradient: gradient * factor)
 
 
-def run_experts(
-    tokens: torch.Tensor | FP8Rows,
-    counts: HostCopy,
-    experts: Sequence[Expert],
-    factor: float = 1.0,
-    grouped: Grouped | None = None,
-    weights: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Each expert on its tokens, one product of all of them whoever sent them.
+def run_experts(routed: Routed, experts: Sequence[Expert], factor: float = 1.0) -> torch.Tensor:
+    """Each expert on its tokens, one by one; the host waits for how many these are.
 
     Args:
-        tokens: [T, H], by sender, and of each sender by expert. Experts one by one read values of rows in FP8.
-        counts: int64 [senders, experts], tokens from each sender for each expert; they add up to T. Only where experts
-            run one by one the host waits for them.
+        routed: experts read values of tokens in FP8.
         experts: of this rank; one without tokens is called on none.
         factor: multiplies the gradients of the experts' weights, and not those of the tokens.
-        grouped: computes the same experts by grouped products where it can; None: one by one.
-        weights: [T], which multiply what experts make of their tokens; None: ones.
 
     Returns:
-        [T, H'], in the order of `tokens`; of the dtype that a product with weights has.
+        The weighted sum of what each token's experts make of it, [T, H'], of the dtype that they give.
     """
-    made = None if grouped is None else grouped(tokens, counts, factor, weights)
-    if made is not None:
-        return made
+    tokens, chosen, weights, counts = routed
     if isinstance(tokens, FP8Rows) and torch.is_inference_mode_enabled():
         # tensors of that mode carry no amax, without which experts would round the values a second time
         with torch.inference_mode(False), torch.no_grad():
-            return run_experts(tokens, counts, experts, factor, weights=weights)
-    rows, tokens = tokens, values_of(tokens)
-    # all senders' tokens of an expert in one product: a product for each sender would read the weight again
-    numbers = counts.tolist()
-    sizes = [count for sender in numbers for count in sender]
-    pieces = tokens.split(sizes)
-    by_expert = [list(pieces[index :: len(experts)]) for index in range(len(experts))]
+            return run_experts(routed, experts, factor)
+    if counts is None:
+        counts = HostCopy(count_rows(chosen, len(experts)).view(1, -1))
+    (sizes,) = counts.tolist()
+    routes = Routes.of(chosen, len(experts), sum(sizes))
     results = []
-    for expert, own in zip(experts, by_expert, strict=True):
-        x = own[0] if len(own) == 1 else torch.cat(own)
+    for expert, x in zip(experts, spread(values_of(tokens), routes).split(sizes), strict=True):
         # times the factor behind the expert and its inverse before it: its weights alone see the factor
-        y = scale_gradient(expert(with_amax(scale_gradient(x, 1 / factor), rows)), factor)
-        results.append(y.split([piece.shape[0] for piece in own]))
-    made = torch.cat([result[sender] for sender in range(len(numbers)) for result in results])
-    return made if weights is None else made * weights.unsqueeze(1)  # rounded once, when rows are added up
+        y = expert(with_amax(scale_gradient(x, 1 / factor), tokens))
+        results.append(scale_gradient(y, factor))
+    return weighted_sum(torch.cat(results), weights, routes)

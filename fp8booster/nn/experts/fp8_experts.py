@@ -19,13 +19,12 @@ from torch import nn
 from fp8booster.config import FP8Config
 from fp8booster.kernels.activation import RowWeights
 from fp8booster.kernels.device import require_fp8
-from fp8booster.kernels.expert_rows import owners_of
 from fp8booster.nn.experts.calls import Calls
 from fp8booster.nn.experts.dispatch import scale_gradient
-from fp8booster.nn.experts.fp8_rows import FP8Rows, read_of
-from fp8booster.nn.experts.host_copy import HostCopy
+from fp8booster.nn.experts.fp8_rows import Rows, read_of
 from fp8booster.nn.experts.loads import note_choice
 from fp8booster.nn.experts.own_code import why_own_code
+from fp8booster.nn.experts.routing import Routed
 from fp8booster.nn.experts.row_layout import RowLayout
 from fp8booster.nn.experts.spread import EXCHANGED, Spread, sent_over
 from fp8booster.nn.experts.stack import (
@@ -204,20 +203,11 @@ class FP8Experts(FP8Module):
             return None
         return self._casts_now(up)
 
-    def run(self, rows: torch.Tensor | FP8Rows, counts: HostCopy, factor: float, weights: torch.Tensor) -> torch.Tensor:
+    def run(self, routed: Routed, factor: float) -> torch.Tensor:
         """Compute the experts of this rank, where they are spread over ranks: a `spread.Run`."""
-        if not self.runs_on(read_of(rows), rows_that_decide(len(rows), self.training)):
-            return self._as_written("run", rows, counts, factor, weights)
-        layout = RowLayout.of_senders(counts.on_device, len(rows))
-        owners = owners_of(counts.on_device, len(rows)).unsqueeze(1) if self.has_bias else None
-        of_rows = weights.unsqueeze(1)
-        if not vars(self).get("has_post_expert_norm"):
-            return self.on_rows(rows, layout, layout, owners, of_rows, factor)
-        made = self.on_rows(rows, layout, layout, owners, factor=factor)
-        # times the factor behind the norm and its inverse before it: its weight alone sees the factor
-        norm: Any = self.post_expert_norm
-        made = scale_gradient(norm(scale_gradient(made, 1 / factor)).to(made.dtype), factor)
-        return made * of_rows
+        if not self.runs_on(read_of(routed.tokens), rows_that_decide(routed.rows, self.training)):
+            return self._as_written("run", routed, factor)
+        return self._mixed(routed, factor)
 
     def _as_written(self, method: str, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return what the module's class computes by a method, on values in 16 bits."""
@@ -273,18 +263,24 @@ class FP8Experts(FP8Module):
     def _in_grouped_products(self, *args: torch.Tensor) -> torch.Tensor:
         tokens, chosen, weights = args
         note_choice(self, chosen, len(getattr(self, _DOWN)))
-        layout = RowLayout.of_choices(chosen, len(getattr(self, _DOWN)))
+        return self._mixed(Routed(tokens, chosen, weights)).to(tokens.dtype)
+
+    def _mixed(self, routed: Routed, factor: float = 1.0) -> torch.Tensor:
+        """Return the weighted sum of what each token's experts make of it; `factor` as in `on_rows`."""
+        tokens, chosen, weights, _ = routed
+        layout = routed.layout(len(getattr(self, _DOWN)))
         if not vars(self).get("has_post_expert_norm"):
-            return self.on_rows(tokens, layout, layout, chosen, weights).to(tokens.dtype)
+            return self.on_rows(tokens, layout, layout, chosen, weights, factor)
         # a norm sees the rows as they are: their weights come after it
-        rows = self.on_rows(tokens, layout, layout.by_choice(), chosen)
+        rows = self.on_rows(tokens, layout, layout.by_choice(), chosen, factor=factor)
         norm: Any = self.post_expert_norm
-        rows = norm(rows).to(rows.dtype).view(*chosen.shape, -1)
-        return (rows * weights.unsqueeze(2)).sum(1).to(tokens.dtype)
+        # times the factor behind the norm and its inverse before it: its weight alone sees the factor
+        rows = scale_gradient(norm(scale_gradient(rows, 1 / factor)).to(rows.dtype), factor).view(*chosen.shape, -1)
+        return (rows * weights.unsqueeze(2)).sum(1)
 
     def on_rows(
         self,
-        tokens: torch.Tensor | FP8Rows,
+        tokens: Rows,
         reads: RowLayout,
         sums: RowLayout,
         chosen: torch.Tensor | None = None,
@@ -296,7 +292,8 @@ class FP8Experts(FP8Module):
         Args:
             tokens: [T, H].
             reads, sums: as in `run_stacks`; the same where there are weights.
-            chosen: integers [T, k], the experts of each token, for experts with biases.
+            chosen: integers [T, k], the experts of each token, for experts with biases. One that is as large as their
+                number has no row.
             weights: [T, k] of the routers; None: 1.
             factor: multiplies the gradients of the experts' parameters, and not those of the tokens.
 
@@ -304,24 +301,26 @@ class FP8Experts(FP8Module):
             [T, H] BF16, or [T k, H] summed by choice.
         """
         up, down = self.fp8_weights
-        owners = chosen if self.has_bias else None
+        count = len(getattr(self, up))
+        owners = chosen.clamp(max=count - 1) if chosen is not None and self.has_bias else None
 
         def activation(x: torch.Tensor) -> torch.Tensor:
             if owners is not None:
-                # none where a row pads: such rows stay zeros
-                owned = x.new_zeros(len(x), len(getattr(self, up)))
+                # none where a row pads: such rows stay zeros. Choices without a row share one behind all others
+                owned = x.new_zeros(len(x) + 1, count)
                 owned.index_put_((reads.places.flatten(), owners.flatten()), x.new_ones(()))
-                x = self._add_bias(x, up, owned, factor)
+                x = self._add_bias(x, up, owned[:-1], factor)
             return self._activated(x, reads, weights)
 
         up_stack, down_stack = (self._stack(name, factor) for name in (up, down))
         y = run_stacks(tokens.to(torch.bfloat16), reads, up_stack, activation, down_stack, sums)
-        if owners is not None:
+        if owners is not None and chosen is not None:
             # what experts add is summed as they are: times the routers' weights, of which a token has few
             shares = torch.ones_like(owners, dtype=y.dtype) if weights is None else weights.to(y.dtype)
-            owned = y.new_zeros(len(y), len(getattr(self, down)))
+            shares = shares.masked_fill(chosen >= count, 0)
+            owned = y.new_zeros(len(y), count)
             places, shares = (each.reshape(*sums.places.shape) for each in (owners, shares))
-            y = self._add_bias(y, down, owned.scatter(1, places, shares), factor)
+            y = self._add_bias(y, down, owned.scatter_add(1, places, shares), factor)
         return y
 
     def _activated(self, x: torch.Tensor, layout: RowLayout, weights: torch.Tensor | None) -> torch.Tensor:
@@ -332,8 +331,9 @@ class FP8Experts(FP8Module):
             return activate(x, kind, gated=self._is_gated, saving=saving, weights=of_rows)
         y = self._own_activation(x)
         if weights is not None:
-            # each has one row, where its gradient is gathered from
-            y = y * weights.new_zeros(len(y)).scatter(0, layout.places.flatten(), weights.flatten()).unsqueeze(1)
+            # each has one row, where its gradient is gathered from; those without a row share one behind all others
+            by_row = weights.new_zeros(len(y) + 1).scatter(0, layout.places.flatten(), weights.flatten())[:-1]
+            y = y * by_row.unsqueeze(1)
         return y.to(torch.bfloat16)
 
     @property

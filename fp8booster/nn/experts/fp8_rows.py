@@ -1,6 +1,6 @@
 """Rows in FP8 alone: tokens that were cast once, for the first product of their experts, before they were sent.
 
-    tokens [T, H] -- cast --> [T, C] FP8 -- k rows of each --> [T k, B] bytes -- sent --> [R, B] bytes --> first product
+    tokens [T, H] -- cast --> [T, C] FP8 -- a row for each rank --> [S, B] bytes -- sent --> [R, B] bytes --> product
 
 A row has the bytes that its token's cast has, behind them the scales of the row where it has its own. No copy of a row
 in 16 bits is made, or kept for backward, unless what runs the experts asks for it. Autograd sees no rows: what reads
@@ -45,8 +45,8 @@ class FP8Rows:
     """[T, H], of this rank, which get the gradients of the rows that were sent for them."""
 
     send_back: SendBack
-    matrix: QuantizedMatrix
-    """[R, C], of one row at least, C columns of which H count."""
+    read: Callable[[], QuantizedMatrix]
+    """Waits for the rows, and gives [R, C], of one row at least, C columns of which H count."""
 
     count: int
     """Number of rows, R."""
@@ -71,38 +71,51 @@ class FP8Rows:
         """Return the values, [R, H], differentiable."""
         shape, dtype, send_back = (self.count, self.tokens.shape[1]), self.dtype, self.send_back
         return linear_map(
-            self.tokens, lambda _: self.matrix.dequantize(*shape).to(dtype), lambda gradient: send_back(gradient)()
+            self.tokens, lambda _: self.read().dequantize(*shape).to(dtype), lambda gradient: send_back(gradient)()
         )
 
 
-def read_of(rows: torch.Tensor | FP8Rows) -> torch.Tensor:
+Rows = torch.Tensor | FP8Rows
+"""Tokens for experts, [R, H]."""
+
+
+def read_of(rows: Rows) -> torch.Tensor:
     """Return the tensor that autograd sees when rows are read."""
     return rows.tokens if isinstance(rows, FP8Rows) else rows
 
 
-def values_of(rows: torch.Tensor | FP8Rows) -> torch.Tensor:
+def values_of(rows: Rows) -> torch.Tensor:
     """Return the values of rows, [R, H], in high precision, differentiable."""
     return rows.values() if isinstance(rows, FP8Rows) else rows
 
 
-def with_amax(values: torch.Tensor, rows: torch.Tensor | FP8Rows) -> torch.Tensor:
+def with_amax(values: torch.Tensor, rows: Rows) -> torch.Tensor:
     """Return some values of rows, a tensor just made; a cast to the rows' format and scale gives their bytes again."""
     return deliver_amax(values, rows.amax) if isinstance(rows, FP8Rows) else values
 
 
 def received_rows(
-    tokens: torch.Tensor, rows: torch.Tensor, cast: QuantizedMatrix, amax: torch.Tensor | None, send_back: SendBack
+    tokens: torch.Tensor,
+    count: int,
+    arrives: Callable[[], torch.Tensor],
+    cast: QuantizedMatrix,
+    amax: torch.Tensor | None,
+    send_back: SendBack,
 ) -> FP8Rows:
-    """Return rows as they came.
+    """Return rows that are on their way.
 
     Args:
-        tokens, amax, send_back: as in `FP8Rows`.
-        rows: [R, B], of what `packed` made.
+        tokens, count, amax, send_back: as in `FP8Rows`.
+        arrives: waits for [R, B], of what `packed` made.
         cast: this rank's cast of its tokens; all ranks' are alike.
     """
-    # kernels read no empty matrix: without a row that came, one of no meaning
-    matrix = _unpacked(rows if len(rows) else rows.new_empty(1, rows.shape[1]), cast)
-    return FP8Rows(tokens, send_back, matrix, len(rows), tokens.dtype, amax)
+
+    def read() -> QuantizedMatrix:
+        rows = arrives()
+        # kernels read no empty matrix: without a row that came, one of no meaning
+        return _unpacked(rows if count else rows.new_empty(1, rows.shape[1]), cast)
+
+    return FP8Rows(tokens, send_back, read, count, tokens.dtype, amax)
 
 
 def packed(cast: QuantizedMatrix) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Gated feed-forward experts, all of a rank, by grouped FP8 products instead of one by one.
 
-    tokens -- cast, laid out by expert --> gate and up --> SwiGLU --> down -- brought back or summed --> results
+    tokens -- cast, laid out by expert --> gate and up --> SwiGLU --> down -- summed --> results
 
 A grouped product takes one launch for all experts where one by one each takes several, which the host cannot queue as
 fast as small experts run. Where the grouped form is not right or not faster, nothing is computed here, the caller runs
@@ -23,10 +23,9 @@ from fp8booster.kernels.device import require_fp8
 from fp8booster.kernels.grouped_product import why_no_grouped_product
 from fp8booster.nn.experts.alike import WHOLE_IN_LAYERS, AlikeExperts, Look, Stack
 from fp8booster.nn.experts.calls import Calls
-from fp8booster.nn.experts.fp8_rows import FP8Rows, read_of
+from fp8booster.nn.experts.fp8_rows import Rows, read_of
 from fp8booster.nn.experts.gated import gate_up_down
-from fp8booster.nn.experts.host_copy import HostCopy
-from fp8booster.nn.experts.row_layout import RowLayout
+from fp8booster.nn.experts.routing import Routed
 from fp8booster.nn.experts.stack import (
     StackCopy,
     WeightStack,
@@ -50,8 +49,8 @@ one by one is faster. Of 8 experts with 4096 x 14336 features and 2048 rows each
 with 6144 x 16384 and as many rows (3.1e11) 12 % slower (benchmarks/results/h200/experts-one-by-one.md)."""
 
 
-Grouped = Callable[[torch.Tensor | FP8Rows, HostCopy, float, torch.Tensor | None], torch.Tensor | None]
-"""Takes tokens, counts, a factor and weights as `run_experts`, and gives what that does, or None: one by one."""
+Grouped = Callable[[Routed, float], torch.Tensor | None]
+"""Takes tokens and a factor as `run_experts`, and gives what that does, BF16, or None: one by one."""
 
 
 def _casts(config: FP8Config) -> dict[str, Casts]:
@@ -155,45 +154,44 @@ class GroupedExperts:
         return [] if self._why_never(look) is not None else [look.up.layers, look.down.layers]
 
     def prepared(self, tokens: torch.Tensor, rows: int) -> Grouped:
-        """Look at the experts, which takes the host a while, and return what computes them, once.
+        """Look at the experts, which takes the host a while, and return what computes them on tokens that were sent.
 
         Args:
-            tokens: whose rows it will be given.
-            rows: about so many. Where these would run as one, FP8 weights are looked up.
+            tokens: like those that it will be given.
+            rows: of these; about so many. Where they would run as one, FP8 weights are looked up.
         """
         looked, layers, about = self._look(tokens), None, rows_that_decide(rows, self.experts[0].training)
         if looked is not None and not looked.look.is_transient and self._why_not(looked, about) is None:
             layers = self._layers(looked, tokens)
             layers.up.look_up(tokens)  # those of down, while the GPU multiplies by these
-        return partial(self._on_rows, looked, layers)
+        return partial(self._on_sent, looked, layers)
 
-    def _on_rows(
-        self,
-        looked: _Looked | None,
-        layers: _Layers | None,
-        tokens: torch.Tensor | FP8Rows,
-        counts: HostCopy,
-        factor: float,
-        weights: torch.Tensor | None = None,
+    def mix(self, routed: Routed) -> torch.Tensor | None:
+        """Return what `prepared` gives on tokens of this rank, whose experts are all here."""
+        looked = self._look(read_of(routed.tokens))
+        return self._mixed(looked, None, routed.rows, routed)
+
+    def _on_sent(
+        self, looked: _Looked | None, layers: _Layers | None, routed: Routed, factor: float
     ) -> torch.Tensor | None:
-        if looked is None or not self._runs_on(looked, rows_that_decide(len(tokens), self.experts[0].training)):
-            return None
-        layout = RowLayout.of_senders(counts.on_device, len(tokens))
-        return self._computed(looked, layers, tokens, layout, factor, weights)
+        rows = rows_that_decide(routed.rows, self.experts[0].training)
+        return self._mixed(looked, layers, rows, routed, factor)
 
-    def mix(self, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
-        """Return the weighted sum of what each token's experts make of it, BF16, or None: run the experts one by one.
-
-        Args:
-            tokens: [T, H].
-            chosen: int64 [T, k].
-            weights: [T, k].
-        """
-        looked = self._look(tokens)
-        if looked is None or not self._runs_on(looked, chosen.numel()):
+    def _mixed(
+        self, looked: _Looked | None, layers: _Layers | None, rows: int | None, routed: Routed, factor: float = 1.0
+    ) -> torch.Tensor | None:
+        if looked is None or not self._runs_on(looked, rows):
             return None
-        layout = RowLayout.of_choices(chosen, len(self.experts))
-        return self._computed(looked, None, tokens, layout, 1.0, weights)
+
+        def compute() -> torch.Tensor:
+            layout = routed.layout(len(self.experts))
+            up, down, saving = layers or self._layers(looked, routed.tokens)
+            up.factor = down.factor = factor
+            of_rows = RowWeights(routed.weights.contiguous(), layout.choices)
+            activation = partial(activate, gated=True, saving=saving, weights=of_rows)
+            return run_stacks(routed.tokens.to(torch.bfloat16), layout, up, activation, down, layout)
+
+        return self._gathered(looked.look, compute)
 
     def _look(self, tokens: torch.Tensor) -> _Looked | None:
         """Look at the experts as they are now, for rows of tokens; None: in compiled code they run one by one."""
@@ -217,7 +215,7 @@ class GroupedExperts:
         self.note(reason)
         return reason is None
 
-    def _layers(self, looked: _Looked, tokens: torch.Tensor | FP8Rows) -> _Layers:
+    def _layers(self, looked: _Looked, tokens: Rows) -> _Layers:
         """Return what computes the experts on rows of tokens; transient weights must be whole."""
         look, provided, filled, _ = looked
         config = look.down.layers[0].fp8_config
@@ -238,24 +236,6 @@ class GroupedExperts:
         up = stacked(look.up, casts["gate_up"], self._gate_up, slice(ups))
         down = stacked(look.down, casts["down"], self._down, slice(ups, None))
         return _Layers(up, down, Saving(in_8_bits=config.saves_in_8_bits))
-
-    def _computed(
-        self,
-        looked: _Looked,
-        layers: _Layers | None,
-        tokens: torch.Tensor | FP8Rows,
-        layout: RowLayout,
-        factor: float,
-        weights: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        def compute() -> torch.Tensor:
-            up, down, saving = layers or self._layers(looked, tokens)
-            up.factor = down.factor = factor
-            of_rows = None if weights is None else RowWeights(weights.contiguous(), layout.choices)
-            activation = partial(activate, gated=True, saving=saving, weights=of_rows)
-            return run_stacks(tokens.to(torch.bfloat16), layout, up, activation, down, layout)
-
-        return self._gathered(looked.look, compute)
 
     def _gathered(self, look: Look, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Return what `compute` makes of the layers' weights, where these have their values."""

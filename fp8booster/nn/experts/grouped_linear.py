@@ -33,7 +33,7 @@ from fp8booster.formats import E4M3
 from fp8booster.kernels.grouped_product import Groups, grouped_product, summed_product
 from fp8booster.kernels.token_rows import gather_rows, sum_rows
 from fp8booster.kernels.transpose import transposed
-from fp8booster.nn.experts.fp8_rows import FP8Rows, SendBack
+from fp8booster.nn.experts.fp8_rows import FP8Rows, Rows, SendBack
 from fp8booster.nn.experts.row_layout import RowLayout
 from fp8booster.nn.linear.functional import applied_directly, once_differentiable
 from fp8booster.nn.weights.casting import Casts
@@ -116,12 +116,11 @@ class Products(NamedTuple):
     def filled_rows(self) -> int:
         """How many rows are not padding, as far as is known here."""
         layout = self.reads or self.sums
-        return self.groups.rows if layout is None else layout.places.numel()
+        # some of the choices may have no row
+        return self.groups.rows if layout is None else min(self.groups.rows, layout.places.numel())
 
 
-def grouped_linear(
-    input: torch.Tensor | FP8Rows, weights: Sequence[torch.Tensor], w: GroupedWeight, how: Products
-) -> torch.Tensor:
+def grouped_linear(input: Rows, weights: Sequence[torch.Tensor], w: GroupedWeight, how: Products) -> torch.Tensor:
     """Each expert's linear layers on its rows.
 
     Args:
@@ -137,7 +136,7 @@ def grouped_linear(
     """
     for_weight = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
     if isinstance(input, FP8Rows):
-        how, x, input = how._replace(send_back=input.send_back), input.matrix, input.tokens
+        how, x, input = how._replace(send_back=input.send_back), input.read(), input.tokens
     elif how.reads is None:
         x = how.casts.quantize(INPUT, input, transposed=for_weight)
     else:

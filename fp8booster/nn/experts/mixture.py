@@ -25,10 +25,9 @@ from torch import Tensor, nn
 from fp8booster.nn.experts.dispatch import run_experts
 from fp8booster.nn.experts.gated import readers_in_fp8
 from fp8booster.nn.experts.grouped import GroupedExperts
-from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.experts.loads import note_choice
-from fp8booster.nn.experts.routing import Routes, count_rows, spread, weighted_sum
-from fp8booster.nn.experts.spread import EXCHANGED, Rows, Run, Spread, sent_over, spread_of
+from fp8booster.nn.experts.routing import Routed
+from fp8booster.nn.experts.spread import EXCHANGED, Run, Spread, sent_over, spread_of
 from fp8booster.nn.fused.trials import computes, numbers, on_numbers
 from fp8booster.nn.graphs.breaks import call_eagerly, run_eagerly
 from fp8booster.nn.linear.layer import FP8Layer
@@ -89,14 +88,9 @@ class Mixture(nn.Module):
         """Compute `mix` where this rank holds all experts."""
         self.note_choice(chosen)
         grouped = self._experts_now()
-        mixed = None if grouped is None else grouped.mix(tokens, chosen, weights)
-        if mixed is not None:
-            return mixed.to(tokens.dtype)
-        own = own_experts(self)
-        routes = Routes.of(chosen, len(own))
-        counts = HostCopy(count_rows(chosen, len(own)).view(1, -1))
-        made = run_experts(spread(tokens, routes), counts, own)
-        return weighted_sum(made, weights, routes).to(tokens.dtype)
+        routed = Routed(tokens, chosen, weights)
+        mixed = None if grouped is None else grouped.mix(routed)
+        return (run_experts(routed, own_experts(self)) if mixed is None else mixed).to(tokens.dtype)
 
     def note_choice(self, chosen: Tensor) -> None:
         """Remember the choice of this rank's tokens (`spread.HeldExperts`)."""
@@ -124,8 +118,9 @@ class Mixture(nn.Module):
         own, grouped = own_experts(self), self._experts_now()
         as_one = None if grouped is None else grouped.prepared(tokens, rows)
 
-        def run(rows: Rows, counts: HostCopy, factor: float, weights: Tensor) -> Tensor:
-            return run_experts(rows, counts, own, factor, as_one, weights)
+        def run(routed: Routed, factor: float) -> Tensor:
+            mixed = None if as_one is None else as_one(routed, factor)
+            return run_experts(routed, own, factor) if mixed is None else mixed
 
         return run
 

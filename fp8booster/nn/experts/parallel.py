@@ -15,17 +15,16 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 
-from fp8booster.kernels.expert_rows import owners_of
 from fp8booster.nn.experts.dispatch import scale_gradient
 from fp8booster.nn.experts.fp8_experts import are_experts, why_not_called_so
 from fp8booster.nn.experts.fp8_rows import values_of
-from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.experts.loads import note_choice
 from fp8booster.nn.experts.mixture import mixin_of
-from fp8booster.nn.experts.spread import EXCHANGED, Rows, Run, Spread, mark_spread
+from fp8booster.nn.experts.routing import Routed, Routes, weighted_sum
+from fp8booster.nn.experts.routing import spread as spread_rows
+from fp8booster.nn.experts.spread import EXCHANGED, Run, Spread, mark_spread
 from fp8booster.nn.graphs.eager import COUNTED
 from fp8booster.nn.modules import change_class, mixed_class
 from fp8booster.nn.weights.casting import Casts
@@ -78,19 +77,20 @@ class SpreadExperts(nn.Module):
         """Return what computes the experts (`spread.HeldExperts`)."""
         return self.run
 
-    def run(self, rows: Rows, counts: HostCopy, factor: float, weights: torch.Tensor) -> torch.Tensor:
+    def run(self, routed: Routed, factor: float) -> torch.Tensor:
         """Compute the experts of this rank as the module's class does: a `spread.Run`."""
-        owners = owners_of(counts.on_device, len(rows))
-        x = values_of(rows)
-        if not len(rows):
+        # a row for each choice: the class knows no choices of experts elsewhere
+        routes = Routes.of(routed.chosen, self.fp8_spread.held, routed.rows)
+        x = spread_rows(values_of(routed.tokens), routes)
+        owners = routed.chosen.view(-1).index_select(0, routes.choices)
+        if not len(x):
             # parameters must have gradients, of zeros, on each rank, and the rows too, which backward sends
             x, owners = torch.cat([x, x.new_zeros(1, x.shape[1])]), owners.new_zeros(1)
-            weights = F.pad(weights, (0, 1))
         # times the factor behind the experts and its inverse before them: their parameters alone see the factor
-        x, weights = (scale_gradient(each, 1 / factor) for each in (x, weights.unsqueeze(1).to(x.dtype)))
+        x, owners = scale_gradient(x, 1 / factor), owners.unsqueeze(1)
         forward: Any = super().forward  # of the module's class
-        made = forward(x, owners.unsqueeze(1), weights)
-        return scale_gradient(made, factor)[: len(rows)]
+        made = scale_gradient(forward(x, owners, x.new_ones(owners.shape)), factor)
+        return weighted_sum(made[: len(routes.choices)], routed.weights, routes)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # of a checkpoint with all experts, whatever the number of ranks that wrote it

@@ -11,11 +11,39 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
-from fp8booster.kernels.expert_rows import count_choices, expert_rows
+from fp8booster.kernels.expert_rows import count_choices, expert_rows, first_on_ranks, pack_choices
 from fp8booster.kernels.token_rows import gather_rows, sum_rows, sum_rows_backward
+from fp8booster.nn.experts.fp8_rows import Rows
+from fp8booster.nn.experts.host_copy import HostCopy
+from fp8booster.nn.experts.row_layout import RowLayout
 from fp8booster.nn.linear.functional import linear_map, once_differentiable
+
+
+class Routed(NamedTuple):
+    """T tokens and those experts of this rank to which each goes."""
+
+    tokens: Rows
+    """[T, H]"""
+
+    chosen: torch.Tensor
+    """int64 [T, k]: the experts of each token, counted from the first one here. One that is on another rank has the
+    number of the experts here."""
+
+    weights: torch.Tensor
+    """[T, k], of the results."""
+
+    counts: HostCopy | None = None
+    """int64 [1, experts], choices of each; None: all choices are of experts here, and the host does not wait."""
+
+    @property
+    def rows(self) -> int:
+        """The number of choices of experts here."""
+        return self.chosen.numel() if self.counts is None else sum(self.counts.tolist()[0])
+
+    def layout(self, experts: int) -> RowLayout:
+        """Return where grouped products of so many experts have the tokens."""
+        return RowLayout.of_choices(self.chosen, experts, None if self.counts is None else self.rows)
 
 
 class Routes(NamedTuple):
@@ -25,39 +53,34 @@ class Routes(NamedTuple):
     """int32 [R]: the choice of each row; choice t k + j is the j-th of token t."""
 
     places: torch.Tensor
-    """int64 [T, k]: the rows of each token; R or more where a choice has none."""
+    """int64 [T, k]: the rows of each token; R where a choice has none."""
+
+    ends: torch.Tensor
+    """int32 [G]: the row behind the last of each of the G that were chosen. What lies behind all has no meaning."""
 
     @classmethod
-    def of(cls, chosen: torch.Tensor, experts: int) -> Routes:
-        """From the experts of each token, int64 [T, k], which are fewer than `experts`."""
-        _, places, choices = expert_rows(chosen.reshape(-1).contiguous(), experts, padded=False)
-        return cls(choices, places.view(chosen.shape))
-
-    @classmethod
-    def of_some(cls, chosen: torch.Tensor, experts: int, rows: int) -> Routes:
-        """Return `rows` rows of choices, integers [T, k], of which those of the number `experts` have none."""
-        choices, places = cls.of(chosen, experts + 1)  # sorted behind all others, they lie behind the rows
-        return cls(choices[:rows], places)
+    def of(cls, chosen: torch.Tensor, experts: int, counted: int | None = None) -> Routes:
+        """From the experts of each token, integers [T, k]; arguments are as in `expert_rows`."""
+        return cls._of(chosen.reshape(-1).contiguous(), chosen.shape, experts, counted)
 
     @classmethod
     def to_ranks(cls, chosen: torch.Tensor, held: int, ranks: int) -> Routes:
-        """Return a row of each token for each rank that holds experts of it; the last rows have no meaning.
+        """Return a row of each token for each rank that holds experts of it.
 
         Args:
-            chosen: int64 [T, k], the experts of each token.
+            chosen: integers [T, k], contiguous: the experts of each token.
             held: experts of each rank.
             ranks: how many.
         """
-        owners = chosen.div(held, rounding_mode="floor")
+        tokens, of_token = chosen.shape
         # of several choices on one rank the first has the row
-        again = (owners.unsqueeze(2) == owners.unsqueeze(1)).tril_(-1).any(2)
-        choices, places = cls.of(owners.masked_fill_(again, ranks), ranks + 1)
-        return cls(choices[: len(chosen) * min(ranks, chosen.shape[1])], places.masked_fill_(again, len(choices)))
+        owners = first_on_ranks(chosen, held, ranks)
+        return cls._of(owners, chosen.shape, ranks, tokens * min(ranks, of_token))
 
-    def rows_of_ranks(self, chosen: torch.Tensor, held: int, ranks: int) -> torch.Tensor:
-        """Return how many rows of `to_ranks`, with the same arguments, each rank gets, int64 [ranks]."""
-        owners = chosen.div(held, rounding_mode="floor").masked_fill_(self.places >= len(self.choices), ranks)
-        return (owners.reshape(-1, 1) == torch.arange(ranks, dtype=owners.dtype, device=owners.device)).sum(0)
+    @classmethod
+    def _of(cls, owners: torch.Tensor, shape: torch.Size, experts: int, counted: int | None) -> Routes:
+        ends, places, choices = expert_rows(owners, experts, padded=False, counted=counted)
+        return cls(choices, places.view(shape), ends)
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -89,13 +112,6 @@ def sum_of_rows(rows: torch.Tensor, routes: Routes) -> torch.Tensor:
     return sum_rows(rows.contiguous(), routes.places)
 
 
-def summed(rows: torch.Tensor, routes: Routes) -> torch.Tensor:
-    """Rows [R, H] added up by token, [T, H]; differentiable."""
-    return linear_map(
-        rows, lambda rows: sum_of_rows(rows, routes), lambda gradient: gradient.index_select(0, routes.tokens)
-    )
-
-
 def spread_bytes(matrix: torch.Tensor, routes: Routes) -> torch.Tensor:
     """Tokens in FP8, a matrix of T rows or more, as rows [R, C]; not differentiable."""
     if not len(routes.choices):  # kernels are not launched over nothing
@@ -103,14 +119,28 @@ def spread_bytes(matrix: torch.Tensor, routes: Routes) -> torch.Tensor:
     return gather_rows(matrix, routes.choices, routes.places.shape[1])[0]
 
 
-def of_rows(weights: torch.Tensor, routes: Routes) -> torch.Tensor:
-    """Return the weight of each row, [R], of those of each choice, [T, k]; differentiable."""
+def packed_choices(chosen: torch.Tensor, weights: torch.Tensor, routes: Routes, held: int) -> torch.Tensor:
+    """Return the choices that go with each row to other ranks, float32 [R, 2 k]; differentiable by the weights.
 
-    def of_choices(gradient: torch.Tensor) -> torch.Tensor:
-        rows = routes.places.clamp(max=len(gradient)).view(-1)
-        return F.pad(gradient, (0, 1)).index_select(0, rows).view(routes.places.shape)  # choices without a row get 0
+    Args:
+        chosen: integers [T, k], contiguous.
+        weights: [T, k].
+        routes: to ranks.
+        held: experts of each rank.
+    """
 
-    return linear_map(weights, lambda weights: weights.reshape(-1).index_select(0, routes.choices), of_choices)
+    def of_weights(gradient: torch.Tensor) -> torch.Tensor:
+        return sum_of_rows(gradient[:, chosen.shape[1] :], routes).to(weights.dtype)
+
+    return linear_map(
+        weights, lambda weights: pack_choices(chosen, weights.contiguous(), routes.choices, held), of_weights
+    )
+
+
+def unpacked_choices(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the choices of tokens that came: the experts here, int64 [U, k], and their weights, float32 [U, k]."""
+    own, weights = packed.tensor_split(2, 1)
+    return own.detach().view(torch.int32).to(torch.int64), weights
 
 
 def weighted_sum(rows: torch.Tensor, weights: torch.Tensor, routes: Routes) -> torch.Tensor:

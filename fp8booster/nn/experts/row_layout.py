@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from fp8booster.kernels.expert_rows import expert_rows, sent_rows
+from fp8booster.kernels.expert_rows import expert_rows
 from fp8booster.kernels.grouped_product import Groups
 
 
@@ -21,26 +21,21 @@ class RowLayout(NamedTuple):
 
     groups: Groups
     places: torch.Tensor
-    """int64 [T, k], different from each other: the rows of each token."""
+    """int64 [T, k]: the rows of each token; M where a choice has none."""
     choices: torch.Tensor
     """int32 [M]: the choice that each row holds; -1 where it pads."""
 
     @classmethod
-    def of_choices(cls, chosen: torch.Tensor, experts: int) -> RowLayout:
+    def of_choices(cls, chosen: torch.Tensor, experts: int, counted: int | None = None) -> RowLayout:
         """Return the layout of tokens whose choices lie as routers give them.
 
         Args:
-            chosen: integers [T, k]: the experts of each token.
+            chosen: integers [T, k]: the experts of each token. One that is not from 0 to G - 1 has no row.
             experts: their number, G.
+            counted: so many choices have rows, as the host knows; None: it knows their number alone.
         """
-        ends, places, choices = expert_rows(chosen.reshape(-1).contiguous(), experts)
+        ends, places, choices = expert_rows(chosen.reshape(-1).contiguous(), experts, counted=counted)
         return cls(Groups(len(choices), ends), places.view(chosen.shape), choices)
-
-    @classmethod
-    def of_senders(cls, counts: torch.Tensor, tokens: int) -> RowLayout:
-        """Return the layout of tokens with one choice each; the arguments are those of `sent_rows`."""
-        ends, places, choices = sent_rows(counts, tokens)
-        return cls(Groups(len(choices), ends), places.unsqueeze(1), choices)
 
     @property
     def of_token(self) -> int:

@@ -1,10 +1,10 @@
 """Experts that are spread over the ranks of a group, whatever block they belong to.
 
-    tokens [T, H] -- cast --> exchange --> a row for each expert -- experts, weighted sum --> exchange --> sum [T, H]
+    tokens [T, H] -- cast --> exchange --> tokens of all ranks -- experts, weighted sum --> exchange --> sum [T, H]
 
 A block's router gives the experts of each token, counted over all ranks, and their weights. A token goes once to each
-rank that holds some of them, with its choices and weights. There it becomes as many rows, of whose results the weighted
-sum goes back. What computes this rank's experts is told which rows are whose (`Run`), and need not know of other ranks.
+rank that holds some of them, with its choices and weights. The experts there compute what they would if it were their
+own rank's (`Run`), and the weighted sum goes back.
 
 Where the first products read FP8, tokens are cast once each, under the scale of these products, and their bytes are
 sent (`fp8_rows`). The scale is that of the largest amax of all ranks, which each tells with its counts. Else tokens are
@@ -25,9 +25,9 @@ from fp8booster.comm.rows import send_rows
 from fp8booster.kernels.cast import partial_amaxes
 from fp8booster.kernels.expert_rows import count_choices
 from fp8booster.nn.experts.dispatch import Wire
-from fp8booster.nn.experts.fp8_rows import FP8Rows, packed, received_rows, why_not_before_sending
+from fp8booster.nn.experts.fp8_rows import FP8Rows, Rows, packed, received_rows, why_not_before_sending
 from fp8booster.nn.experts.host_copy import HostCopy, Totals
-from fp8booster.nn.experts.routing import Routes, of_rows, spread, spread_bytes, sum_of_rows, summed
+from fp8booster.nn.experts.routing import Routed, Routes, packed_choices, spread_bytes, unpacked_choices
 from fp8booster.nn.graphs.breaks import in_a_capture, run_eagerly
 from fp8booster.nn.linear.functional import output_dtype
 from fp8booster.nn.weights.casting import Casts
@@ -43,19 +43,10 @@ IN_16_BITS = "in 16 bits"
 _ENCODED = "encoded in FP8, {}"
 """Forms in which tokens are sent to experts, for the report."""
 
-Rows = torch.Tensor | FP8Rows
+Run = Callable[[Routed, float], torch.Tensor]
+"""Computes the experts of this rank on tokens, [T, H], and gives the weighted sums, [T, H], in 16 bits or FP32.
 
-Run = Callable[[Rows, HostCopy, float, torch.Tensor], torch.Tensor]
-"""Computes the experts of this rank, each on its rows.
-
-Args:
-    rows: [R, H], by expert.
-    counts: int64 [1, experts of this rank], rows for each expert.
-    factor: multiplies the gradients of the experts' parameters, and not those of the rows.
-    weights: [R], which multiply what is made of the rows.
-
-Returns:
-    [R, H], in the order of `rows`, in 16 bits or FP32.
+The number multiplies the gradients of the experts' parameters, and not those of the tokens.
 """
 
 
@@ -75,8 +66,8 @@ class HeldExperts(Protocol):
         """Look at the experts, which takes the host a while, and give what computes them, once.
 
         Args:
-            tokens: whose rows come later, of all ranks.
-            rows: of these tokens; about as many come.
+            tokens: of this rank; those of all ranks come later.
+            rows: of these tokens for their experts; about as many come.
         """
 
 
@@ -206,6 +197,7 @@ class Spread:
         Returns:
             [T, H] of the tokens' dtype.
         """
+        chosen = chosen.contiguous()
         wire = Wire.of(tokens, self.group, self.encoding)
         casts = self._casts_before_sending(wire, experts.input_casts(tokens))
         routes = Routes.to_ranks(chosen, self.held, self.ranks)
@@ -215,7 +207,7 @@ class Spread:
         copy = None if in_a_capture() else HostCopy(numbers)
         cast = None if casts is None else _cast(tokens, casts, numbers[1, :, self.held], routes)
         message = wire.spread(tokens, routes) if cast is None else None
-        choices = self.choices_of(chosen, weights, routes)
+        choices = packed_choices(chosen, weights, routes, self.held)
         added = None if beside is None else beside()
         mix = partial(self._mix_by_numbers, experts, wire, casts, copy, weights.dtype)
         sent = None if cast is None else (tuple(cast.matrix), *cast[1:])
@@ -247,9 +239,9 @@ class Spread:
             wire: on which rows go.
             casts: have cast the tokens.
             copy: of `numbers`, which are as `_told`; None: it begins here.
-            of_weights: dtype of the weights, which tells how products with them are rounded.
+            of_weights: dtype of the weights.
             routes_of: fields of `Routes`.
-            choices: as `choices_of`.
+            choices: as `packed_choices` gives them.
             sent: fields of `_Cast`; None: there is a message.
             message: the rows of the tokens, [R, W], where these were not cast.
         """
@@ -264,20 +256,17 @@ class Spread:
         if trains and not choices.requires_grad and loads.need_gradients(_WEIGHTS):
             choices = _on_the_way_back(choices)
         own, weights = self.send_choices(choices, sizes)
-        count = sum(loads.by_expert.tolist()[0])
-        rows: Rows
+        arrived: Rows
         if sent is not None and casts is not None and loads.all_cast():
             cast = _Cast(QuantizedMatrix(*sent[0]), *sent[1:])
-            arrives = self._start_cast(tokens, casts, cast, sizes)
-            here = Routes.of_some(own, self.held, count)  # while tokens are on their way
-            rows = self._rows_of_cast(tokens, wire, cast, arrives(), routes, here, sizes)
+            arrived = self._exchanged_cast(tokens, wire, casts, cast, routes, sizes)
         else:
             if message is None:
                 message = wire.spread(tokens, routes)
                 self.way = _ENCODED.format("as another rank's experts read them otherwise")
-            here = Routes.of_some(own, self.held, count)
-            rows = spread(wire.decoded(wire.exchanged(message, *sizes)), here)
-        made = summed(self._at_experts(rows, loads, run, of_rows(weights, here).to(of_weights)), here)
+            arrived = wire.decoded(wire.exchanged(message, *sizes))
+        # tokens of all these ranks add up here, and the gradient is to be a mean over ranks
+        made = run(Routed(arrived, own, weights.to(of_weights), loads.by_expert), 1 / self.ranks)
         if made.dtype is torch.float32:  # as products with weights are
             made = made.to(output_dtype(tokens))
         if trains and not made.requires_grad and loads.need_gradients(_RESULTS):
@@ -285,32 +274,18 @@ class Spread:
         back = wire._replace(dtype=made.dtype)  # that of autocast, for one
         return back.exchanged(back.encoded(made), sizes.received, sizes.sent, room=len(routes.choices))
 
-    def choices_of(self, chosen: torch.Tensor, weights: torch.Tensor, routes: Routes) -> torch.Tensor:
-        """Return the choices that go with each row: before the host waits, as it takes several launches.
-
-        Returns:
-            float32 [R, 2 k], of the token of each row the weights. Before them the bits of int32, the experts, counted
-            from the first of the rank that gets the row, and `held` in the place of those that are elsewhere.
-        """
-        tokens, held = routes.tokens, self.held
-        first = chosen.reshape(-1).index_select(0, routes.choices).div(held, rounding_mode="floor").mul_(held)
-        own = chosen.index_select(0, tokens) - first.unsqueeze(1)
-        own.masked_fill_((own < 0) | (own >= held), held)
-        return torch.cat([own.to(torch.int32).view(torch.float32), spread(weights.to(torch.float32), routes)], 1)
-
     def send_choices(self, choices: torch.Tensor, sizes: Sizes) -> tuple[torch.Tensor, torch.Tensor]:
         """Send choices to the ranks of their experts, and return those of the tokens that come here.
 
         Args:
-            choices: as `choices_of` gives them.
+            choices: as `packed_choices` gives them.
             sizes: of the messages.
 
         Returns:
-            int32 [U, k] of the U tokens that come, the experts here, or `held`; float32 [U, k], their weights.
+            As `unpacked_choices`.
         """
         wire = Wire(self.group, choices.shape[1], choices.dtype, None, None)
-        own, weights = wire.exchanged(choices, *sizes).tensor_split(2, 1)
-        return own.detach().contiguous().view(torch.int32), weights
+        return unpacked_choices(wire.exchanged(choices, *sizes))
 
     def _casts_before_sending(self, wire: Wire, casts: Casts | None) -> Casts | None:
         """Return what casts tokens before they are sent; None: nothing does."""
@@ -333,51 +308,35 @@ class Spread:
         """Tell the ranks how many tokens and rows go to each, and what casts and gradients they need.
 
         Returns:
-            int64 [2, ranks, experts of each, and three or two]: rows from this rank for each expert; rows from each
-            rank for those here. Behind them bits of each rank's amax, or `_NO_CAST`, where tokens may be encoded; the
-            tokens that become these rows; and what needs no gradients, `_TOKENS` and so on.
+            int64 [2, ranks, experts of each, and three]: choices of this rank's tokens of each expert; of those of each
+            rank's tokens of the experts here. Behind them the bits of each rank's amax, or `_NO_CAST`; the tokens that
+            are sent; and what needs no gradients, `_TOKENS` and so on.
         """
-        tells = self.encoding is not None
-        numbers = chosen.new_zeros(2, self.ranks, self.held + tells + 2, dtype=torch.int64)
+        numbers = chosen.new_zeros(2, self.ranks, self.held + 3, dtype=torch.int64)
         counts, arriving = numbers
         amaxes = _amaxes_of(tokens) if casts is not None and casts.scaling.granularity == "tensorwise" else None
-        count_choices(chosen.reshape(-1).contiguous(), counts, self.held, amaxes)
-        if tells and casts is None:
+        count_choices(chosen.view(-1), counts, self.held, amaxes, routes.ends)
+        if casts is None:
             counts[:, self.held] = _NO_CAST
-        counts[:, -2] = routes.rows_of_ranks(chosen, self.held, self.ranks)
-        if torch.is_grad_enabled():
-            counts[:, -1] = _without_gradients(tokens, weights, experts)
+        bits = _without_gradients(tokens, weights, experts) if torch.is_grad_enabled() else 0
+        if bits:
+            counts[:, -1] = bits
         # counts go ahead of the tokens: a rank must know how many rows it receives before it makes room
         dist.all_to_all_single(arriving, counts, group=self.group)
         return numbers
 
-    def _start_cast(self, tokens: torch.Tensor, casts: Casts, cast: _Cast, sizes: Sizes) -> Callable[[], torch.Tensor]:
-        """Begin to send tokens that were cast to the ranks of their experts; return what waits for those that come."""
-        payload = sum(sizes.sent) * tokens.shape[1] * tokens.element_size()
-        return send_rows(cast.rows, *sizes, self.group, form=casts.scaling, payload=payload, async_op=True)
-
-    def _rows_of_cast(
-        self,
-        tokens: torch.Tensor,
-        wire: Wire,
-        cast: _Cast,
-        arrived: torch.Tensor,
-        routes: Routes,
-        here: Routes,
-        sizes: Sizes,
+    def _exchanged_cast(
+        self, tokens: torch.Tensor, wire: Wire, casts: Casts, cast: _Cast, routes: Routes, sizes: Sizes
     ) -> FP8Rows:
-        """Return the rows of tokens that came as they were cast."""
+        """Begin to send tokens that were cast to the ranks of their experts, and return those that come."""
+        payload = sum(sizes.sent) * tokens.shape[1] * tokens.element_size()
+        arrives = send_rows(cast.rows, *sizes, self.group, form=casts.scaling, payload=payload, async_op=True)
 
         def send_back(gradient: torch.Tensor) -> Callable[[], torch.Tensor]:
-            arrives = wire.start(wire.encode(sum_of_rows(gradient, here)), sizes.received, sizes.sent)
+            arrives = wire.start(wire.encode(gradient), sizes.received, sizes.sent)
             return lambda: wire.sum_of(arrives(), routes)
 
-        return received_rows(tokens, spread_bytes(arrived, here), cast.matrix, cast.amax, send_back)
-
-    def _at_experts(self, rows: Rows, loads: _Loads, run: Run, weights: torch.Tensor) -> torch.Tensor:
-        """Return what this rank's experts make of rows, [R, H], times their weights, [R]."""
-        # tokens of all these ranks add up here, and the gradient is to be a mean over ranks
-        return run(rows, loads.by_expert, 1 / self.ranks, weights)
+        return received_rows(tokens, sum(sizes.received), arrives, cast.matrix, cast.amax, send_back)
 
 
 _SPREAD = "fp8_spread"

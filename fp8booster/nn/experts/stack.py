@@ -20,7 +20,7 @@ from fp8booster.kernels.alignment import ALIGNMENT
 from fp8booster.kernels.grouped_product import Groups
 from fp8booster.kernels.transpose import transposed
 from fp8booster.nn.experts.alike import Stack
-from fp8booster.nn.experts.fp8_rows import FP8Rows, read_of
+from fp8booster.nn.experts.fp8_rows import Rows, read_of
 from fp8booster.nn.experts.grouped_linear import GroupedWeight, Products, cast_experts, grouped_linear, under_one_scale
 from fp8booster.nn.experts.row_layout import RowLayout
 from fp8booster.nn.linear.speed_model import computes_in_fp8
@@ -41,7 +41,7 @@ NOT_BF16 = "grouped products give BF16 alone"
 
 
 def run_stacks(
-    tokens: torch.Tensor | FP8Rows,
+    tokens: Rows,
     reads: RowLayout,
     up: WeightStack,
     activation: Callable[[torch.Tensor], torch.Tensor],
@@ -282,12 +282,7 @@ class WeightStack:
         self._quantized = lambda _: found
 
     def product(
-        self,
-        x: torch.Tensor | FP8Rows,
-        groups: Groups,
-        *,
-        reads: RowLayout | None = None,
-        sums: RowLayout | None = None,
+        self, x: Rows, groups: Groups, *, reads: RowLayout | None = None, sums: RowLayout | None = None
     ) -> torch.Tensor:
         """Return each expert's product on its rows, [M, N] BF16, differentiable.
 

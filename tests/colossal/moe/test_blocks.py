@@ -17,6 +17,7 @@ from fp8booster.comm import Encoding
 from fp8booster.monitor.traffic import count_traffic
 from fp8booster.nn.experts.dispatch import Wire, run_experts
 from fp8booster.nn.experts.host_copy import HostCopy
+from fp8booster.nn.experts.routing import Routed
 from fp8booster.nn.experts.spread import Run, Spread
 from tests.colossal.moe.models import EXPERTS, DeepseekMoE, deepseek_v3_block, tiny_mixtral
 from tests.distributed import ranks
@@ -178,9 +179,10 @@ def test_experts_are_told_which_rows_are_whose() -> None:
     arrived = [[4, 2]] if dist.get_rank() == 0 else [[0, 2]]
     told = []
 
-    def run(rows: torch.Tensor, counts: HostCopy, factor: float, weights: torch.Tensor) -> torch.Tensor:
-        told.append((len(rows), counts.tolist(), factor, weights.tolist()))
-        return 2 * rows * weights.unsqueeze(1)
+    def run(routed: Routed, factor: float) -> torch.Tensor:
+        tokens, chosen, weights, counts = routed
+        told.append((chosen.tolist(), counts.tolist(), factor, weights.tolist()))
+        return 2 * tokens * (weights * (chosen < 2)).sum(1, keepdim=True)
 
     def prepare(tokens: torch.Tensor, rows: int) -> Run:
         assert rows == chosen.numel()
@@ -196,8 +198,14 @@ def test_experts_are_told_which_rows_are_whose() -> None:
         mixed = spread_over.mix(tokens, chosen, torch.full((2, 2), 0.5), experts)
     torch.testing.assert_close(mixed, 2 * tokens)
     assert noted == [chosen]
-    count = sum(map(sum, arrived))
-    assert told == [(count, arrived, 1 / 2, count * [0.5])]
+    # by sender; 2 is an expert elsewhere
+    own = [[0, 1], [0, 1], [0, 2], [0, 2]] if dist.get_rank() == 0 else [[2, 1], [2, 1]]
+    assert told == [(own, arrived, 1 / 2, len(own) * [[0.5, 0.5]])]
+
+
+def weighted(made: torch.Tensor, routed: Routed) -> torch.Tensor:
+    """The sum of what the experts make of each token, where each makes the same; a rank holds one."""
+    return made * (routed.weights * (routed.chosen < 1)).sum(1, keepdim=True)
 
 
 def experts_of(run: Run) -> Any:
@@ -218,9 +226,9 @@ def test_a_token_goes_once_to_each_rank_and_one_sum_comes_back() -> None:
     chosen = torch.tensor([[0, 1, 3]] * 4 + [[2, 3, 1]] * 2).t().contiguous().t()
     weights = torch.rand(6, 3, requires_grad=True)
 
-    def run(rows: torch.Tensor, counts: HostCopy, factor: float, weights: torch.Tensor) -> torch.Tensor:
-        owners = torch.tensor([2 * rank, 2 * rank + 1]).repeat_interleave(torch.tensor(counts.tolist()[0]))
-        return rows * ((owners + 1) * weights).unsqueeze(1)
+    def run(routed: Routed, factor: float) -> torch.Tensor:
+        factors = (2 * rank + routed.chosen + 1) * (routed.chosen < 2)
+        return routed.tokens * (factors * routed.weights).sum(1, keepdim=True)
 
     mixed = Spread(4, dist.group.WORLD, Encoding()).mix(tokens, chosen, weights, experts_of(run))
     factors = ((chosen + 1) * weights).sum(1, keepdim=True)
@@ -246,7 +254,7 @@ def test_ranks_whose_tokens_or_weights_need_no_gradients_take_part_in_backward(
     weights = torch.rand(4, 2, requires_grad=here or weights_train)
     chosen = torch.tensor([[0, 1]] * 4)
     mixed = Spread(2, dist.group.WORLD).mix(
-        tokens, chosen, weights, experts_of(lambda rows, counts, factor, weights: rows * weights.unsqueeze(1))
+        tokens, chosen, weights, experts_of(lambda routed, factor: weighted(routed.tokens, routed))
     )
     mixed.sum().backward()
     if tokens.requires_grad:
@@ -316,7 +324,7 @@ def test_bytes_are_compared_with_those_of_the_dtype_that_experts_give() -> None:
     """As under autocast, where tokens in FP32 come back in BF16."""
     tokens = torch.randn(6, 64, requires_grad=True)
     # in FP32, as products of what experts give with weights are
-    experts = experts_of(lambda rows, counts, factor, weights: rows.bfloat16() * weights.unsqueeze(1))
+    experts = experts_of(lambda routed, factor: weighted(routed.tokens.bfloat16(), routed))
     chosen = torch.arange(2).expand(6, 2).contiguous()  # half of the rows leave the rank
     with torch.autocast("cpu", torch.bfloat16):
         mixed = Spread(2, dist.group.WORLD, Encoding()).mix(tokens, chosen, torch.full((6, 2), 0.5), experts)
@@ -334,8 +342,8 @@ def test_experts_get_the_rows_of_all_senders_at_once() -> None:
         return lambda x: seen.append(x.shape[0]) or x * factor
 
     tokens = torch.arange(1.0, 7.0).view(6, 1)
-    counts = [[1, 2, 0], [0, 3, 0]]
-    made = run_experts(tokens, HostCopy(torch.tensor(counts)), [expert(10), expert(100), expert(1000)])
+    chosen = torch.tensor([[0], [1], [1], [1], [1], [1]])
+    made = run_experts(Routed(tokens, chosen, torch.ones(6, 1)), [expert(10), expert(100), expert(1000)])
     assert seen == [1, 5, 0]
     assert made.flatten().tolist() == [10, 200, 300, 400, 500, 600]
 

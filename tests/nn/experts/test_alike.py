@@ -16,7 +16,7 @@ from fp8booster.nn.experts.grouped import GroupedExperts
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.engine import EngineWeight
 from fp8booster.nn.weights.resharded import ReshardedWeight
-from tests.nn.experts.test_experts import COUNTS, WHY, assert_same, called, copied, experts, results, tokens
+from tests.nn.experts.test_experts import COUNTS, WHY, assert_same, called, experts, results, tokens
 from tests.nn.reference import count_calls
 
 COUNT = COUNTS["ragged"]
@@ -31,7 +31,7 @@ def looked_at() -> tuple[nn.ModuleList, GroupedExperts]:
 
 
 def run(grouped: GroupedExperts) -> torch.Tensor | None:
-    return called(grouped, tokens(COUNT), copied(COUNT))
+    return called(grouped, tokens(COUNT), COUNT)
 
 
 def test_layers_are_looked_at_once_while_nothing_but_values_changes(monkeypatch: pytest.MonkeyPatch) -> None:

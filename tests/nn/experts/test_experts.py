@@ -23,6 +23,7 @@ from fp8booster.nn.experts import stack
 from fp8booster.nn.experts.dispatch import run_experts
 from fp8booster.nn.experts.grouped import Grouped, GroupedExperts
 from fp8booster.nn.experts.host_copy import HostCopy
+from fp8booster.nn.experts.routing import Routed
 from fp8booster.nn.fused.decoder import mix
 from fp8booster.nn.fused.part import FusedGatedMLP
 from fp8booster.nn.linear import speed_model
@@ -67,18 +68,24 @@ def tokens(counts: list[list[int]]) -> torch.Tensor:
     return torch.randn(sum(map(sum, counts)), HIDDEN, generator=generator).bfloat16()
 
 
-def copied(counts: list[list[int]], device: torch.device | str = "cpu") -> HostCopy:
-    return HostCopy(torch.tensor(counts, device=device))
+def routed(x: torch.Tensor, counts: list[list[int]]) -> Routed:
+    """Tokens with one expert each, those of each sender sorted by expert."""
+    chosen = [expert for sender in counts for expert, count in enumerate(sender) for _ in range(count)]
+    owners = torch.tensor(chosen, dtype=torch.int64, device=x.device).unsqueeze(1)
+    totals = HostCopy(torch.tensor(counts, device=x.device).sum(0, keepdim=True))
+    return Routed(x, owners, x.new_ones(owners.shape), totals)
 
 
-def called(grouped: GroupedExperts, x: torch.Tensor, counts: HostCopy) -> torch.Tensor | None:
-    return grouped.prepared(x, len(x))(x, counts, 1.0)
+def called(grouped: GroupedExperts, x: torch.Tensor, counts: list[list[int]]) -> torch.Tensor | None:
+    return grouped.prepared(x, len(x))(routed(x, counts), 1.0)
 
 
 def run(
-    x: torch.Tensor, counts: HostCopy, of: nn.Module, grouped: GroupedExperts | None, factor: float = 1.0
+    x: torch.Tensor, counts: list[list[int]], of: nn.Module, grouped: GroupedExperts | None, factor: float = 1.0
 ) -> torch.Tensor:
-    return run_experts(x, counts, of, factor, None if grouped is None else grouped.prepared(x, len(x)))
+    given = routed(x, counts)
+    made = None if grouped is None else grouped.prepared(x, len(x))(given, factor)
+    return run_experts(given, of, factor) if made is None else made
 
 
 def results(
@@ -88,7 +95,7 @@ def results(
     dtype = next(of.parameters()).dtype
     x = tokens(counts).to(dtype).requires_grad_()
     of.zero_grad()
-    y = run(x, copied(counts), of, grouped, factor)
+    y = run(x, counts, of, grouped, factor)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y.dtype)
     y.backward(dy)
     return [value.detach().float() for value in (y, x.grad, *(each.grad for each in of.parameters()))]
@@ -143,7 +150,7 @@ def test_one_frozen_expert_gets_no_gradient_and_changes_no_other() -> None:
         parameter.requires_grad_(False)
     x = tokens(COUNTS["ragged"]).requires_grad_()
     grouped = GroupedExperts(fp8)
-    y = run(x, copied(COUNTS["ragged"]), fp8, grouped)
+    y = run(x, COUNTS["ragged"], fp8, grouped)
     y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y.dtype))
     assert grouped.why_one_by_one is None
     assert all(parameter.grad is None for parameter in frozen)
@@ -403,10 +410,10 @@ def test_the_number_of_tokens_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     products = 1.5 * HIDDEN * FEATURES
     monkeypatch.setattr(module, "ONE_BY_ONE_FROM", 16 * products + 1)
     grouped = GroupedExperts(fp8)
-    assert called(grouped, x, copied(counts)) is not None
+    assert called(grouped, x, counts) is not None
     assert not grouped.why_one_by_one_in_evaluation
     monkeypatch.setattr(module, "ONE_BY_ONE_FROM", 16 * products)
-    assert called(grouped, x, copied(counts)) is None
+    assert called(grouped, x, counts) is None
     assert grouped.why_one_by_one_in_evaluation == "one by one is faster for so many tokens"
 
 
@@ -415,25 +422,25 @@ def test_where_there_is_a_backward_no_number_of_rows_decides(in_training: bool, 
     """Experts that are spread over ranks get other numbers on each of them."""
     monkeypatch.setattr(module, "ONE_BY_ONE_FROM", 0)
     grouped = GroupedExperts(experts().train(in_training))
-    assert called(grouped, tokens(COUNTS["even"]), copied(COUNTS["even"])) is not None
+    assert called(grouped, tokens(COUNTS["even"]), COUNTS["even"]) is not None
     with torch.no_grad():  # what is computed in training may be computed again for backward
-        assert (called(grouped, tokens(COUNTS["even"]), copied(COUNTS["even"])) is not None) == in_training
+        assert (called(grouped, tokens(COUNTS["even"]), COUNTS["even"]) is not None) == in_training
 
 
 def test_few_experts_of_few_tokens_are_left_to_their_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = count_calls(monkeypatch, speed_model, "fp8_pays")
     fp8, x = experts(FP8Config()), tokens(COUNTS["even"])
     chosen, weights = torch.arange(len(x)).view(-1, 1) % EXPERTS, torch.ones(len(x), 1)
-    assert GroupedExperts(fp8).mix(x, chosen, weights) is not None
+    assert GroupedExperts(fp8).mix(Routed(x, chosen, weights)) is not None
     assert set(asked) == {(64, HIDDEN)}  # as one product of all rows
     monkeypatch.setattr(speed_model, "fp8_pays", lambda *_: False)
     grouped = GroupedExperts(fp8)
-    assert grouped.mix(x, chosen, weights) is None
+    assert grouped.mix(Routed(x, chosen, weights)) is None
     assert grouped.why_one_by_one == "too few tokens for so few experts"
     monkeypatch.setattr(stack, "EXPERTS_THAT_PAY", EXPERTS)
-    assert GroupedExperts(fp8).mix(x, chosen, weights) is not None
+    assert GroupedExperts(fp8).mix(Routed(x, chosen, weights)) is not None
     always = experts(FP8Config(always=True))
-    assert GroupedExperts(always).mix(x, chosen, weights) is not None
+    assert GroupedExperts(always).mix(Routed(x, chosen, weights)) is not None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -450,7 +457,7 @@ def test_under_autocast_experts_are_grouped_whatever_their_dtype(dtype: torch.dt
 def test_under_another_dtype_of_autocast_experts_are_left_to_their_layers() -> None:
     grouped, counts = GroupedExperts(experts()), COUNTS["even"]
     with torch.autocast("cpu", torch.float16):
-        assert called(grouped, tokens(counts), copied(counts)) is None
+        assert called(grouped, tokens(counts), counts) is None
     assert grouped.why_one_by_one == "grouped products give BF16 alone"
 
 
@@ -463,12 +470,12 @@ def test_what_a_graph_captures_and_inference_mode_are_left_to_the_layers(how: st
         for each in (freshness, module):
             monkeypatch.setattr(each, "captured_without_copies", lambda *_: True)
     with torch.inference_mode(how == "inference mode"):
-        assert called(grouped, tokens(counts), copied(counts)) is None
+        assert called(grouped, tokens(counts), counts) is None
     assert grouped.why_one_by_one == "inference mode or a graph that is captured"
     assert grouped._down.made is None
     if how == "capture":
         with torch.inference_mode():
-            assert called(grouped.of_others(fp8.eval()), tokens(counts), copied(counts)) is None
+            assert called(grouped.of_others(fp8.eval()), tokens(counts), counts) is None
 
 
 @pytest.mark.parametrize("broken", range(3))
@@ -476,7 +483,7 @@ def test_experts_of_which_one_evaluates_run_one_by_one(broken: int) -> None:
     fp8, counts = experts(), COUNTS["even"]
     fp8[broken].eval()
     grouped = GroupedExperts(fp8)
-    assert called(grouped, tokens(counts), copied(counts)) is None
+    assert called(grouped, tokens(counts), counts) is None
     reasons = grouped.why_one_by_one, grouped.why_one_by_one_in_evaluation
     assert set(reasons) == {None, "some of the experts are in evaluation"}
 
@@ -495,7 +502,7 @@ def test_weights_that_are_whole_only_in_their_layers_stay_there() -> None:
     fp8, counts = experts(), COUNTS["even"]
     fp8[1].w3.fp8_weight = ReshardedWeight()  # as where FSDP gathers it twice
     grouped = GroupedExperts(fp8)
-    assert called(grouped, tokens(counts), copied(counts)) is None
+    assert called(grouped, tokens(counts), counts) is None
     assert grouped.why_one_by_one == "the weights are whole only while a layer runs"
 
 
@@ -506,7 +513,7 @@ def test_in_evaluation_experts_are_grouped_and_give_what_they_give_in_training(m
     grouped = GroupedExperts(fp8.eval())
     for _ in range(2):
         with mode():
-            y = run(tokens(COUNTS["ragged"]), copied(COUNTS["ragged"]), fp8, grouped)
+            y = run(tokens(COUNTS["ragged"]), COUNTS["ragged"], fp8, grouped)
         assert torch.equal(y, expected[0].bfloat16())
     # transposes are what backward reads
     assert (grouped._down.made.transpose.numel() > 0) == (mode is torch.enable_grad)
@@ -518,12 +525,12 @@ def test_values_that_were_written_unseen_are_read_after_a_call_of_eval() -> None
     fp8 = experts()
     grouped = GroupedExperts(fp8.eval())
     with torch.no_grad():
-        before = called(grouped, tokens(COUNTS["even"]), copied(COUNTS["even"]))
+        before = called(grouped, tokens(COUNTS["even"]), COUNTS["even"])
         fp8[0].w2.weight.data.mul_(2)
         fp8.eval()
-        after = called(grouped, tokens(COUNTS["even"]), copied(COUNTS["even"]))
+        after = called(grouped, tokens(COUNTS["even"]), COUNTS["even"])
         assert not torch.equal(before, after)
-        assert torch.equal(after, called(GroupedExperts(fp8), tokens(COUNTS["even"]), copied(COUNTS["even"])))
+        assert torch.equal(after, called(GroupedExperts(fp8), tokens(COUNTS["even"]), COUNTS["even"]))
 
 
 @torch.no_grad()
@@ -533,10 +540,10 @@ def test_few_tokens_in_evaluation_run_one_by_one_as_the_report_says(monkeypatch)
     fp8 = experts()
     fp8.grouped = GroupedExperts(fp8)
     few = [[1, 0, 2, 0]]
-    assert called(fp8.grouped, tokens(few), copied(few)) is not None
+    assert called(fp8.grouped, tokens(few), few) is not None
     fp8.eval()
-    assert called(fp8.grouped, tokens(COUNTS["even"]), copied(COUNTS["even"])) is not None
-    assert called(fp8.grouped, tokens(few), copied(few)) is None
+    assert called(fp8.grouped, tokens(COUNTS["even"]), COUNTS["even"]) is not None
+    assert called(fp8.grouped, tokens(few), few) is None
     (row,) = report(fp8).grouped
     assert (row.why_one_by_one, row.why_one_by_one_in_evaluation) == (None, "too few tokens")
     assert "experts of 1 block in grouped products, of 1 block one by one for some batches in evaluation (too few" in (
@@ -581,7 +588,7 @@ def saved_bytes(grouped: GroupedExperts, of_tokens: bool = True) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        assert called(grouped, tokens(COUNTS["even"]).requires_grad_(of_tokens), copied(COUNTS["even"])) is not None
+        assert called(grouped, tokens(COUNTS["even"]).requires_grad_(of_tokens), COUNTS["even"]) is not None
     return sum(kept.values())
 
 
@@ -634,7 +641,7 @@ def test_grouped_experts_compute_what_they_compute_one_by_one_on_a_gpu(kept: str
     def on_gpu(each: GroupedExperts | None) -> list[torch.Tensor]:
         x = tokens(counts).to(device).requires_grad_()
         fp8.zero_grad()
-        y = run(x, copied(counts, device), fp8, each, 0.5)
+        y = run(x, counts, fp8, each, 0.5)
         y.backward(torch.ones_like(y))
         return [value.detach().float() for value in (y, x.grad, *(each.grad for each in fp8.parameters()))]
 
@@ -646,7 +653,7 @@ def test_grouped_experts_compute_what_they_compute_one_by_one_on_a_gpu(kept: str
 def test_transforms_of_torch_func_are_refused() -> None:
     """In them the function of autograd behind the products would be passed by."""
     made = experts()
-    grouped, counts = GroupedExperts(made), HostCopy(torch.tensor(COUNTS["even"]))
+    grouped, counts = GroupedExperts(made), COUNTS["even"]
 
     def of(tokens: torch.Tensor) -> torch.Tensor:
         return run(tokens, counts, made, grouped).float().sum()

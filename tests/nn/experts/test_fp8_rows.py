@@ -15,10 +15,11 @@ from fp8booster.comm import Encoding
 from fp8booster.comm.encoding import DEFAULT
 from fp8booster.kernels.grouped_product import summed_product
 from fp8booster.nn.experts import grouped_linear
-from fp8booster.nn.experts.fp8_rows import FP8Rows, packed, received_rows, with_amax
+from fp8booster.nn.experts.fp8_rows import packed, received_rows, with_amax
 from fp8booster.nn.experts.grouped import GroupedExperts
 from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.experts.parallel import blocks_to_spread, spread_experts
+from fp8booster.nn.experts.routing import Routed
 from fp8booster.nn.experts.row_layout import RowLayout
 from fp8booster.nn.experts.spread import AS_CAST, IN_16_BITS, Spread
 from fp8booster.nn.experts.stack import WeightStack
@@ -293,17 +294,17 @@ def test_backward_keeps_rows_in_fp8_alone() -> None:
     x, *choice = call_of(dist.get_rank(), tokens=200)
     saved: list[torch.Tensor] = []
     arrived: list[int] = []
-    run = type(block.fp8_spread)._at_experts
+    run = GroupedExperts._on_sent
 
-    def at_experts(self: Spread, rows: Any, *others: Any) -> torch.Tensor:
-        arrived.append(len(rows))
+    def on_sent(self: GroupedExperts, looked: Any, layers: Any, routed: Routed, factor: float) -> torch.Tensor | None:
+        arrived.append(len(routed.tokens))
         with torch.autograd.graph.saved_tensors_hooks(lambda each: saved.append(each) or each, lambda each: each):
-            return run(self, rows, *others)
+            return run(self, looked, layers, routed, factor)
 
-    with mock.patch.object(Spread, "_at_experts", at_experts):
+    with mock.patch.object(GroupedExperts, "_on_sent", on_sent):
         mix(block, x.requires_grad_(), *choice)
-    # besides a weight of each
-    of_rows = [each for each in saved if each.dim() == 2 and len(each) == arrived[0] and each.shape[1] > 1]
+    # besides the weights of each
+    of_rows = [each for each in saved if each.dim() == 2 and len(each) == arrived[0] and each.shape[1] > 2]
     assert [(each.dtype, each.shape[1]) for each in of_rows] == [(torch.float8_e4m3fn, HIDDEN)]
 
 
@@ -356,7 +357,7 @@ def test_rows_keep_their_scales_on_the_way(granularity: str, features: int) -> N
     cast = scaling.cast(INPUT, tokens, torch.float8_e4m3fn)
     order = torch.randperm(37)
     message = packed(cast).view(torch.uint8)[order].view(torch.float8_e4m3fn)
-    rows = received_rows(tokens, message, cast, None, lambda gradient: lambda: gradient)
+    rows = received_rows(tokens, len(message), lambda: message, cast, None, lambda gradient: lambda: gradient)
     assert torch.equal(rows.values(), cast.dequantize(37, features).bfloat16()[order])
 
 
@@ -370,7 +371,7 @@ def test_values_are_cast_to_the_bytes_that_they_came_from(power_of_two: bool) ->
         inverse_scale = scaling.cast(INPUT, torch.ones(1, 1), torch.float8_e4m3fn, amax=amax).inverse_scale
         matrix = QuantizedMatrix(codes, codes.new_empty(0), inverse_scale, None)
         tokens = torch.empty(15, 16, dtype=torch.bfloat16)
-        rows = FP8Rows(tokens, lambda gradient: lambda: gradient, matrix, 15, tokens.dtype, amax)
+        rows = received_rows(tokens, 15, lambda codes=codes: codes, matrix, amax, lambda gradient: lambda: gradient)
         values = with_amax(rows.values(), rows)
         found = Casts(FP8Config(scaling=scaling)).quantize(INPUT, values)
         assert torch.equal(found.data[:15].float(), codes.float())
@@ -379,7 +380,7 @@ def test_values_are_cast_to_the_bytes_that_they_came_from(power_of_two: bool) ->
 def test_a_gradient_comes_in_the_dtype_of_the_tokens() -> None:
     tokens = torch.randn(3, 16, requires_grad=True)
     cast = RealTime().cast(INPUT, tokens.detach(), torch.float8_e4m3fn)
-    arrived = received_rows(tokens, packed(cast)[:3], cast, None, lambda gradient: lambda: 2 * gradient)
+    arrived = received_rows(tokens, 3, lambda: packed(cast)[:3], cast, None, lambda gradient: lambda: 2 * gradient)
     rows, held = arrived.to(torch.bfloat16), weakref.ref(arrived)
     values = rows.values()
     assert values.dtype is torch.bfloat16
@@ -400,8 +401,8 @@ def test_gradients_of_weights_are_computed_while_that_of_tokens_is_on_its_way() 
     weights = [torch.randn(48, HIDDEN).bfloat16().requires_grad_() for _ in range(2)]
     casts = Casts(config_of())
     cast = casts.quantize(INPUT, tokens.detach())
-    rows = received_rows(tokens, packed(cast), cast, None, send_back)
-    layout = RowLayout.of_senders(torch.tensor([[20, 12]]), 32)
+    rows = received_rows(tokens, len(tokens), lambda: packed(cast), cast, None, send_back)
+    layout = RowLayout.of_choices(torch.tensor([0] * 20 + [1] * 12).unsqueeze(1), 2)
     how = grouped_linear.Products(layout.groups, casts, reads=layout, sums=layout)
     stacked = grouped_linear.cast_experts([weight.detach() for weight in weights], casts)
     made = grouped_linear.grouped_linear(rows, weights, stacked, how)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp8booster.nn.experts.host_copy import HostCopy
-from fp8booster.nn.experts.routing import Routes, count_rows, spread, weighted_sum
+from fp8booster.nn.experts.routing import Routes, count_rows, packed_choices, spread, unpacked_choices, weighted_sum
 
 EXPERTS = 6
 
@@ -24,8 +24,9 @@ def test_rows_lie_by_expert_and_then_by_token(chosen: torch.Tensor) -> None:
     assert routes.tokens.tolist() == [token for _, token in expected]
     for token, (own, places) in enumerate(zip(chosen.tolist(), routes.places.tolist(), strict=True)):
         assert [expected[place] for place in places] == [(expert, token) for expert in own]
-    for field, wide in zip(routes, Routes.of(chosen, 2**16), strict=True):
-        assert torch.equal(field, wide)
+    wide = Routes.of(chosen, 2**16)
+    assert torch.equal(routes.choices, wide.choices)
+    assert torch.equal(routes.places, wide.places)
 
 
 def test_counts_are_those_of_each_expert(chosen: torch.Tensor) -> None:
@@ -81,14 +82,29 @@ def test_a_token_has_one_row_for_each_rank_that_holds_its_experts() -> None:
     routes = Routes.to_ranks(chosen, held=2, ranks=3)
     assert routes.tokens[:6].tolist() == [0, 2, 1, 0, 1, 3]  # by rank and then by token; the others nobody gets
     assert routes.places.tolist() == [[3, 0, 12], [2, 12, 4], [1, 12, 12], [5, 12, 12]]
+    assert routes.ends.tolist() == [2, 3, 6]
     assert len(routes.choices) == chosen.numel()
+    few = Routes.to_ranks(chosen, held=3, ranks=2)  # a token has no more rows than there are ranks
+    assert few.places.tolist() == [[3, 0, 8], [1, 4, 8], [2, 8, 8], [5, 8, 8]]
+    assert len(few.choices) == 2 * len(chosen)
+
+
+def test_choices_go_with_tokens_and_their_gradients_come_back() -> None:
+    chosen, weights = torch.tensor([[5, 1, 0], [2, 3, 4]]), torch.rand(2, 3, requires_grad=True)
+    routes = Routes.to_ranks(chosen, held=2, ranks=3)
+    packed = packed_choices(chosen, weights, routes, 2)
+    own, of_rows = unpacked_choices(packed[:4])  # to ranks 0, 1, 2, 2 go tokens 0, 1, 0, 1
+    assert own.tolist() == [[2, 1, 0], [0, 1, 2], [1, 2, 2], [2, 2, 0]]
+    assert torch.equal(of_rows, weights[[0, 1, 0, 1]])
+    (of_rows * (own < 2) * torch.arange(1, 5).unsqueeze(1)).sum().backward()
+    assert weights.grad.tolist() == [[3, 1, 1], [2, 2, 4]]  # by the rows on whose ranks they are used
 
 
 def test_choices_of_experts_elsewhere_have_no_row() -> None:
     own = torch.tensor([[1, 2], [2, 2], [0, 1]])  # 2: an expert elsewhere
-    routes = Routes.of_some(own, 2, rows=3)
+    routes = Routes.of(own, 2, 3)
     assert routes.tokens.tolist() == [2, 0, 2]
-    assert routes.places.tolist() == [[1, 3], [4, 5], [0, 2]]  # there are three
+    assert routes.places.tolist() == [[1, 3], [3, 3], [0, 2]]  # there are three
     tokens, weights = torch.arange(6.0).view(3, 2).requires_grad_(), torch.full((3, 2), 2.0).requires_grad_()
     rows = spread(tokens, routes)
     assert torch.equal(rows, tokens[[2, 0, 2]])
@@ -97,6 +113,6 @@ def test_choices_of_experts_elsewhere_have_no_row() -> None:
     made.sum().backward()
     assert torch.equal(tokens.grad, torch.tensor([[2.0] * 2, [0.0] * 2, [4.0] * 2]))
     assert torch.equal(weights.grad, torch.tensor([[1.0, 0.0], [0.0, 0.0], [9.0, 9.0]]))
-    none = Routes.of_some(torch.full((3, 2), 2), 2, rows=0)
+    none = Routes.of(torch.full((3, 2), 2), 2, 0)
     assert spread(tokens, none).shape == (0, 2)
     assert not weighted_sum(spread(tokens, none), weights, none).any()

@@ -37,11 +37,15 @@ def assert_lays_out(groups: Groups, choices: list[int], owners: list[int], exper
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 def test_each_expert_has_the_tokens_that_senders_sent_it(counts: list[list[int]], device: torch.device) -> None:
+    """Of each token every second choice is of an expert elsewhere."""
+    experts = len(counts[0])
     owners = [expert for sender in counts for expert, count in enumerate(sender) for _ in range(count)]
-    layout = RowLayout.of_senders(torch.tensor(counts, device=device), len(owners))
-    assert_lays_out(layout.groups, layout.choices.tolist(), owners, len(counts[0]))
-    assert layout.choices[layout.places.flatten()].tolist() == list(range(len(owners)))
-    assert layout.places.shape == (len(owners), 1)
+    chosen = torch.tensor([[owner, experts] for owner in owners], dtype=torch.int64, device=device).view(-1, 2)
+    layout = RowLayout.of_choices(chosen, experts, len(owners))
+    choices, places = layout.choices.tolist(), layout.places
+    assert_lays_out(layout.groups, [-1 if each < 0 else each // 2 for each in choices], owners, experts)
+    assert layout.choices[places[:, 0]].tolist() == list(range(0, 2 * len(owners), 2))
+    assert places[:, 1].tolist() == [len(choices)] * len(owners)
 
 
 @pytest.mark.parametrize("experts", [2, 5, 130, 2**15 - 1, 2**15])
