@@ -112,10 +112,13 @@ def activation_cases(device: torch.device, shapes: list[tuple[int, int]]) -> Ite
 
 
 def row_weights(rows: int, dtype: torch.dtype, device: torch.device) -> activation.RowWeights:
-    """One weight for each of some rows, in any order; the others have none. If there is one row, that has one."""
+    """One weight for each of some rows, in any order; the others have none. If there is one row, that has one.
+
+    Three weights more have no row.
+    """
     order = torch.randperm(rows, dtype=torch.int32, device=device)
     count = max(1, rows * 2 // 3)
-    values = _random(count, 1, dtype=dtype, device=device)
+    values = _random(count + 3, 1, dtype=dtype, device=device)
     return activation.RowWeights(values, order.masked_fill(order >= count, -1))
 
 

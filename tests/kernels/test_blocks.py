@@ -109,8 +109,8 @@ def test_an_activation_is_that_of_torch_and_its_backward_what_autograd_derives(k
 def test_weights_of_rows_multiply_an_activation_and_get_what_autograd_derives(gated: bool) -> None:
     torch.manual_seed(0)
     dy, *leaves = (torch.randn(6, 40, dtype=torch.float64) for _ in range(2 + gated))
-    values = torch.randn(2, 2, dtype=torch.float64)
-    choices = torch.tensor([2, -1, 0, 1, -1, 3], dtype=torch.int32)
+    values = torch.randn(3, 2, dtype=torch.float64)
+    choices = torch.tensor([2, -1, 0, 1, -1, 4], dtype=torch.int32)  # two have no row
     leaves, values = [leaf.requires_grad_() for leaf in leaves], values.requires_grad_()
     own = choices >= 0
     factors = torch.zeros(6, dtype=torch.float64).masked_scatter(own, values.flatten()[choices[own]])

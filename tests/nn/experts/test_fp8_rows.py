@@ -15,6 +15,7 @@ from fp8booster.comm import Encoding
 from fp8booster.comm.encoding import DEFAULT
 from fp8booster.kernels.grouped_product import summed_product
 from fp8booster.nn.experts import grouped_linear
+from fp8booster.nn.experts.fp8_experts import FP8Experts
 from fp8booster.nn.experts.fp8_rows import packed, received_rows, with_amax
 from fp8booster.nn.experts.grouped import GroupedExperts
 from fp8booster.nn.experts.host_copy import HostCopy
@@ -294,15 +295,21 @@ def test_backward_keeps_rows_in_fp8_alone() -> None:
     x, *choice = call_of(dist.get_rank(), tokens=200)
     saved: list[torch.Tensor] = []
     arrived: list[int] = []
-    run = GroupedExperts._on_sent
 
-    def on_sent(self: GroupedExperts, looked: Any, layers: Any, routed: Routed, factor: float) -> torch.Tensor | None:
-        arrived.append(len(routed.tokens))
-        with torch.autograd.graph.saved_tensors_hooks(lambda each: saved.append(each) or each, lambda each: each):
-            return run(self, looked, layers, routed, factor)
+    def watched(run: Any) -> Any:
+        def on_sent(self: Any, *given: Any) -> torch.Tensor | None:
+            arrived.extend(len(each.tokens) for each in given if isinstance(each, Routed))
+            with torch.autograd.graph.saved_tensors_hooks(lambda each: saved.append(each) or each, lambda each: each):
+                return run(self, *given)
 
-    with mock.patch.object(GroupedExperts, "_on_sent", on_sent):
+        return on_sent
+
+    with (  # experts that are modules, or in one parameter
+        mock.patch.object(GroupedExperts, "_on_sent", watched(GroupedExperts._on_sent)),
+        mock.patch.object(FP8Experts, "run", watched(FP8Experts.run)),
+    ):
         mix(block, x.requires_grad_(), *choice)
+    assert len(arrived) == 1
     # besides the weights of each
     of_rows = [each for each in saved if each.dim() == 2 and len(each) == arrived[0] and each.shape[1] > 2]
     assert [(each.dtype, each.shape[1]) for each in of_rows] == [(torch.float8_e4m3fn, HIDDEN)]
