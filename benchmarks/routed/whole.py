@@ -10,7 +10,7 @@ from torch import nn
 
 from benchmarks.harness.timing import let_weights_stay
 from benchmarks.routed.implementations import BASELINE, CONFIG, Candidate, Implementation
-from benchmarks.routed.work import ExpertLayer, Products, routed_by_expert, uneven_loads
+from benchmarks.routed.work import ByExpert, ExpertLayer, Products, uneven_loads
 from fp8booster import convert_to_fp8
 from fp8booster.nn.experts.dispatch import run_experts
 from fp8booster.nn.experts.grouped import GroupedExperts
@@ -60,7 +60,7 @@ class WholeWork:
         """In FP32, expert by expert."""
         exact = copy.deepcopy(self.experts).float()
         x = self.x.float().requires_grad_()
-        y = run_experts(routed_by_expert(x, self.loads), exact)
+        y = run_experts(ByExpert(x, self.loads), exact)
         y.backward(self.dy.float())
         return Products(y.detach(), x.grad, _gradients(exact))
 
@@ -83,7 +83,7 @@ class OneByOne(Implementation):
         return list(self.experts.parameters())
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
-        routed = routed_by_expert(x, self.work.loads)
+        routed = ByExpert(x, self.work.loads)
         made = None if self.grouped is None else self.grouped.prepared(x, len(x))(routed, 1.0)
         return run_experts(routed, self.experts) if made is None else made
 

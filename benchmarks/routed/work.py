@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import torch
 
-from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.experts.routing import Routed
 from fp8booster.nn.experts.row_layout import RowLayout
 
@@ -48,11 +47,18 @@ def uneven_loads(tokens: int, experts: int) -> list[int]:
     return chosen.bincount(minlength=experts).tolist()
 
 
-def routed_by_expert(x: torch.Tensor, loads: Sequence[int]) -> Routed:
-    """Return tokens, [T, K], that are sorted by expert, with weights of one, and as the host knows the loads."""
-    numbers = torch.tensor([loads], device=x.device)
-    chosen = torch.arange(len(loads), device=x.device).repeat_interleave(numbers[0], output_size=len(x)).unsqueeze(1)
-    return Routed(x, chosen, x.new_ones(chosen.shape), HostCopy(numbers))
+class ByExpert(Routed):
+    """Tokens, [T, K], that are sorted by expert, with one expert each and weights of one, as the host knows."""
+
+    def __init__(self, x: torch.Tensor, loads: Sequence[int]) -> None:
+        numbers = torch.tensor(loads, device=x.device)
+        chosen = torch.arange(len(loads), device=x.device).repeat_interleave(numbers, output_size=len(x)).unsqueeze(1)
+        super().__init__(x, chosen, x.new_ones(chosen.shape))
+        self._loads = list(loads)
+
+    def loads(self, experts: int) -> list[int]:
+        """As of `Routed`."""
+        return self._loads
 
 
 class Products(NamedTuple):
@@ -103,7 +109,7 @@ class Work:
 
     def routed(self, x: torch.Tensor) -> Routed:
         """Return the tokens with their experts, of which each has one."""
-        return routed_by_expert(x, self.loads)
+        return ByExpert(x, self.loads)
 
     def ends(self) -> torch.Tensor:
         """int32 [E]: where each expert's tokens end."""

@@ -12,9 +12,12 @@ from fp8booster import FP8Config
 from fp8booster.cli.doctor.calls import Bench, Call
 from fp8booster.comm.rows import send_rows
 from fp8booster.kernels.cast import partial_amaxes
+from fp8booster.kernels.expert_rows import WORD, sender_begins
+from fp8booster.kernels.token_rows import gather_rows
 from fp8booster.nn.experts.dispatch import Wire
 from fp8booster.nn.experts.fp8_rows import packed, received_rows
-from fp8booster.nn.experts.routing import Routes, count_rows, packed_choices, spread, spread_bytes, weighted_sum
+from fp8booster.nn.experts.routing import Choices, Routes, count_rows, sent_weights, spread, weighted_sum
+from fp8booster.nn.experts.row_layout import RowLayout
 from fp8booster.nn.experts.spread import Sizes, Spread
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.scaling import INPUT
@@ -65,7 +68,8 @@ class Work:
         self.spread = Spread(mixture.experts, bench.group, bench.encoding)
         self.chosen = chosen = mixture.choose(uneven, bench.ranks, bench.rank).to(bench.device)
         self.routes = Routes.of(chosen, mixture.experts)
-        self.to_ranks = Routes.to_ranks(chosen, self.spread.held, bench.ranks)
+        self.choices = Choices.of(chosen, self.spread.held, bench.ranks)
+        self.to_ranks = self.choices.to_ranks
         self.counts = count_rows(chosen, mixture.experts).view(bench.ranks, -1)
         """int64 [ranks, experts of each], rows from this rank for each expert."""
 
@@ -81,6 +85,11 @@ class Work:
         self.sizes = Sizes(loads[bench.rank].tolist(), loads[:, bench.rank].tolist())
         arriving = torch.empty_like(self.counts)
         dist.all_to_all_single(arriving, self.counts, group=bench.group)
+        rows = torch.tensor(self.sizes.received, device=bench.device).unsqueeze(1)
+        self.told = torch.cat([arriving, rows, rows], 1)
+        """int64 [ranks, experts here and two]: what ranks tell before they send."""
+
+        self.begins = sender_begins(self.told, self.spread.held)
         owners = torch.arange(arriving.shape[1], device=bench.device).repeat(bench.ranks)
         self.by_expert = owners.repeat_interleave(arriving.flatten()).argsort(stable=True)
         """int64 [R], rows that come by sender, sorted by expert."""
@@ -93,14 +102,9 @@ class Work:
         dist.all_gather(list(loads), own, group=self.bench.group)
         return loads.cpu()
 
-    def choices_here(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Send the choices of tokens; return those for this rank, as `Spread.send_choices`."""
-        packed = packed_choices(self.chosen, self.weights, self.to_ranks, self.spread.held)
-        return self.spread.send_choices(packed, self.sizes)
-
-    def rows_here(self, own: torch.Tensor) -> Routes:
-        """Return the rows of tokens that come, of the choices that `choices_here` gave."""
-        return Routes.of(own, self.spread.held, sum(self.received))
+    def layout(self, words: torch.Tensor) -> RowLayout:
+        """Return where grouped products have tokens that came with words of choices, int32 [U, words]."""
+        return RowLayout.of_sent(words, self.told, *self.begins, self.chosen.shape[1], sum(self.received))
 
 
 class Way(NamedTuple):
@@ -151,20 +155,30 @@ def encoded(work: Work, made: torch.Tensor) -> tuple[Way, Way]:
     # not `Wire.of`, which sends BF16 where that is faster
     wire = Wire(work.bench.group, made.shape[1], made.dtype, work.bench.encoding, None)
 
-    def dispatch() -> torch.Tensor:
-        own, _ = work.choices_here()
-        arrived = wire.decode(wire.start(wire.rows_of(work.tokens, work.to_ranks), *work.sizes)())
-        return spread(arrived, work.rows_here(own))
+    sent = wire.rows_of(work.tokens, work.to_ranks)
+    _, words = wire.exchanged_with(sent, work.choices.packed(work.weights), *work.sizes)
+    layout = work.layout(words.view(torch.int32))
 
-    own, weights = work.choices_here()
-    here = work.rows_here(own)
+    def dispatch() -> torch.Tensor:
+        sent = wire.rows_of(work.tokens, work.to_ranks)
+        payload, words = wire.exchanged_with(sent, work.choices.packed(work.weights), *work.sizes)
+        choices = work.layout(words.view(torch.int32)).choices
+        return wire.decode(payload).index_select(0, choices.clamp_(min=0).div_(layout.of_token, rounding_mode="floor"))
+
+    own = words.view(torch.int32)[:, : layout.of_token]
+    here = Routes.of(own, work.spread.held, sum(work.received))
+    weights = sent_weights(words, layout.of_token).to(work.weights.dtype)
 
     def combine() -> torch.Tensor:
         message = wire.encode(weighted_sum(made, weights, here))
         return wire.sum_of(wire.start(message, work.sizes.received, work.sizes.sent)(), work.to_ranks)
 
+    def values(rows: torch.Tensor) -> torch.Tensor:
+        return rows[layout.choices >= 0].float()
+
     row_bytes = wire.encode(work.tokens[:1]).nbytes
-    return Way(dispatch, row_bytes, work.token_loads), Way(combine, row_bytes, work.token_loads)
+    away = row_bytes + WORD * work.choices.words
+    return Way(dispatch, away, work.token_loads, values), Way(combine, row_bytes, work.token_loads)
 
 
 def as_cast(work: Work) -> Way:
@@ -176,18 +190,19 @@ def as_cast(work: Work) -> Way:
 
     def call() -> torch.Tensor:
         partial_amaxes(tokens)  # of which ranks tell each other the largest with their counts
-        rows = spread_bytes(packed(casts.quantize(INPUT, tokens, amax=amax)), work.to_ranks)
-        own, _ = work.choices_here()
+        rows = work.choices.with_rows(packed(casts.quantize(INPUT, tokens, amax=amax)), work.weights)
         payload = sum(work.sizes.sent) * tokens[0].nbytes
-        arrives = send_rows(rows, *work.sizes, group, form=casts.scaling, payload=payload, async_op=True)
-        here = work.rows_here(own)
-        return spread_bytes(arrives(), here)
+        arrived, words = work.choices.apart(send_rows(rows, *work.sizes, group, form=casts.scaling, payload=payload)())
+        layout = here["layout"] = work.layout(words)
+        return gather_rows(arrived.view(cast.data.dtype), layout.choices, layout.of_token)[0]
+
+    here: dict[str, RowLayout] = {}
 
     def values(rows: torch.Tensor) -> torch.Tensor:
-        arrived = received_rows(tokens, len(rows), lambda: rows, cast, amax, lambda gradient: lambda: gradient)
-        return arrived.values().float()
+        rows = rows.view(torch.uint8)[here["layout"].choices >= 0].view(rows.dtype)
+        return received_rows(tokens, rows, cast, amax, lambda gradient: lambda: gradient).values().float()
 
-    return Way(call, packed(cast)[0].nbytes, work.token_loads, values)
+    return Way(call, packed(cast)[0].nbytes + WORD * work.choices.words, work.token_loads, values)
 
 
 def ways(work: Work) -> Ways:

@@ -49,32 +49,21 @@ def most_counted_rows(choices: int, experts: int) -> int:
     return -(-most_rows(choices, experts) // REPEATED_ROWS) * REPEATED_ROWS
 
 
-def most_laid_out(choices: int, experts: int, padded: bool, counted: int | None) -> int:
-    """Return M of N choices; arguments as in `expert_rows`."""
-    if not padded:
-        return choices if counted is None else counted
-    return most_rows(choices, experts) if counted is None else most_counted_rows(counted, experts)
-
-
 @operator()
-def expert_rows(owners: Tensor, experts: int, padded: bool = True, counted: int | None = None) -> ExpertRows:
+def expert_rows(owners: Tensor, experts: int, rows: int | None = None) -> ExpertRows:
     """Lay choices out as the rows of their experts.
 
     Args:
         owners: integers [N], contiguous: the expert of each choice. One that is not from 0 to G - 1 has no row.
         experts: their number, G.
-        padded: False: rows are not padded.
-        counted: so many choices have rows, at most, as the host knows; None: it knows N alone.
+        rows: M of rows that are not padded, as many at least as choices have one; None: they are padded.
     """
-    device, choices = owners.device, len(owners)
-    most = most_laid_out(choices, experts, padded, counted)
+    device, choices, padded = owners.device, len(owners), rows is None
+    most = most_rows(choices, experts) if rows is None else rows
     owners = owners.masked_fill((owners < 0) | (owners >= experts), experts)
     by_expert, order = owners.sort(stable=True)
     begins = torch.searchsorted(by_expert, torch.arange(experts + 1, dtype=owners.dtype, device=device))
-    sizes = begins.diff()
-    if padded:
-        # the sum of the weight gradient over no rows would be refused
-        sizes = (sizes + (ALIGNMENT - 1)).div_(ALIGNMENT, rounding_mode="floor").clamp_(min=1).mul_(ALIGNMENT)
+    sizes = _padded(begins.diff()) if padded else begins.diff()
     ends = sizes.cumsum(0)
     shifts = F.pad(ends - sizes - begins[:-1], (0, 1))[by_expert.long()]
     by_rank = (torch.arange(choices, dtype=torch.int64, device=device) + shifts).masked_fill_(
@@ -106,25 +95,94 @@ def first_on_ranks(chosen: Tensor, held: int, ranks: int) -> Tensor:
     return owners.masked_fill_(again, ranks).view(-1)
 
 
-@operator()
-def pack_choices(chosen: Tensor, weights: Tensor, choices: Tensor, held: int) -> Tensor:
-    """Return what goes with each row of a token to the rank of its experts.
+WORD = 4
+"""Bytes of a word."""
+
+
+def words_of(of_token: int) -> int:
+    """Return how many words `pack_choices` writes for a row.
+
+    They fill 16 bytes each, so that the rows of bytes before them begin where a GPU reads as many at once.
+    """
+    return -(-3 * of_token // 4) * 4
+
+
+@operator(writes=("words",))
+def pack_choices(
+    chosen: Tensor, weights: Tensor, choices: Tensor, places: Tensor, ends: Tensor, held: int, words: Tensor
+) -> None:
+    """Write what goes with each row of a token to the rank of its experts.
 
     Args:
         chosen: integers [T, k], contiguous: the experts of each token.
         weights: [T, k], contiguous, BF16, FP16 or FP32.
-        choices: int32 [R]: a choice of each row's token, whose rank gets the row.
+        choices: int32 [R], contiguous: a choice of each row's token, whose rank gets the row.
+        places, ends: of all choices as rows of all experts, not padded (`ExpertRows`).
         held: experts of each rank.
+        words: int32 [R, `words_of` k], each row contiguous: of the token of each row the experts, counted from the
+            first of the rank that gets the row, and `held` in the place of those that are elsewhere; how many choices
+            of this rank's tokens of the same expert come before; the bits of the weights in FP32; zeros.
+    """
+    of_token = chosen.shape[1]
+    tokens = choices.div(of_token, rounding_mode="floor")
+    first = chosen.view(-1).index_select(0, choices).div(held, rounding_mode="floor").mul_(held)
+    all_of = chosen.index_select(0, tokens)
+    own = all_of - first.unsqueeze(1)
+    own.masked_fill_((own < 0) | (own >= held), held)
+    before = places.view(chosen.shape).index_select(0, tokens) - F.pad(ends, (1, 0))[all_of.long()]
+    bits = weights.index_select(0, tokens).float().view(torch.int32)
+    found = torch.cat([own.to(torch.int32), before.to(torch.int32), bits], 1)
+    words.copy_(F.pad(found, (0, words.shape[1] - found.shape[1])))
+
+
+@operator()
+def sender_begins(told: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """Return where the rows begin of choices that come from several ranks: by expert, and of each by sender.
+
+    Args:
+        told: int64 [senders, columns], each row contiguous: first choices from each sender of each expert.
+        experts: here, G.
 
     Returns:
-        float32 [R, 2 k], of the token of each row the weights. Before them the bits of int32, the experts, counted from
-        the first of the rank that gets the row, and `held` in the place of those that are elsewhere.
+        int32 [G], the row behind the last one of each expert, padded; int32 [senders + 1, G], the first row of each
+        sender, and of those that pad.
     """
-    tokens = choices.div(chosen.shape[1], rounding_mode="floor")
-    first = chosen.view(-1).index_select(0, choices).div(held, rounding_mode="floor").mul_(held)
-    own = chosen.index_select(0, tokens) - first.unsqueeze(1)
-    own = own.masked_fill_((own < 0) | (own >= held), held).to(torch.int32)
-    return torch.cat([own.view(torch.float32), weights.index_select(0, tokens).float()], 1)
+    counts = told[:, :experts]
+    sizes = _padded(counts.sum(0))
+    ends = sizes.cumsum(0)
+    before = F.pad(counts.cumsum(0), (0, 0, 1, 0))
+    return ends.to(torch.int32), (ends - sizes + before).to(torch.int32)
+
+
+@operator()
+def place_sent(words: Tensor, told: Tensor, ends: Tensor, begins: Tensor, of_token: int, counted: int) -> ExpertRows:
+    """Lay choices that came from several ranks out as the rows of their experts, as `expert_rows` does.
+
+    Each row follows from what was sent alone, without counting.
+
+    Args:
+        words: int32 [T, words], each row contiguous: as `pack_choices` wrote them, by sender.
+        told: int64 [senders, columns], each row contiguous: behind the choices and one number more, tokens from each.
+        ends, begins: as `sender_begins` gives them.
+        of_token: the choices of a token, k.
+        counted: how many of them have rows.
+    """
+    experts, most = len(ends), most_counted_rows(counted, len(ends))
+    own, before = (each.long() for each in words[:, : 2 * of_token].tensor_split(2, 1))
+    tokens = torch.arange(len(words), device=words.device)
+    sender = torch.searchsorted(told[:, experts + 1].cumsum(0), tokens, right=True)
+    rows = begins.long()[sender.unsqueeze(1), own.clamp(max=experts - 1)] + before
+    places = rows.masked_fill_(own >= experts, most).view(-1)
+    held = torch.full((most + 1,), -1, dtype=torch.int32, device=words.device)
+    held.scatter_(0, places, torch.arange(len(places), dtype=torch.int32, device=words.device))
+    ends = ends.clone()
+    ends[-1:].fill_(most)
+    return ExpertRows(ends, places, held[:most].clone())
+
+
+def _padded(sizes: Tensor) -> Tensor:
+    # the sum of the weight gradient over no rows would be refused
+    return (sizes + (ALIGNMENT - 1)).div_(ALIGNMENT, rounding_mode="floor").clamp_(min=1).mul_(ALIGNMENT)
 
 
 @operator(writes=("numbers",))

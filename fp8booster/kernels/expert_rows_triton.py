@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fp8booster.kernels.alignment import ALIGNMENT
 from fp8booster.kernels.cast_triton import largest_partial
-from fp8booster.kernels.expert_rows import ExpertRows, most_laid_out
+from fp8booster.kernels.expert_rows import ExpertRows, most_counted_rows, most_rows
 from fp8booster.kernels.launch import block_over, ceil_div, launch
 
 COUNTED, PLACED, PART = 512, 128, 32
@@ -25,8 +25,8 @@ EXPERTS, BLOCKS = 128, 64  # of a tile
 AT_ONCE, FEW = 2048, 8
 """Choices that a program counts at once where it counts all of a few experts'."""
 
-PACKED = 128
-"""Tokens or rows of a program where it looks at all choices of each."""
+PACKED, PADDED = 128, 256
+"""Tokens or rows of a program where it looks at all choices of each; rows that pad, which it writes at once."""
 
 
 @triton.jit
@@ -190,10 +190,14 @@ def pack_kernel(
     chosen,
     weights,
     choices,
-    experts,  # int32 [rows, 2 OF_TOKEN]
+    places,
+    ends,
+    words,  # int32, rows `stride` apart
     values,  # float32, the same memory
     rows,
     held,
+    stride,
+    width,
     OF_TOKEN: tl.constexpr,
     WIDTH: tl.constexpr,  # OF_TOKEN or more
     PACKED: tl.constexpr,
@@ -205,17 +209,99 @@ def pack_kernel(
     number = tl.arange(0, WIDTH)[None, :]
     inside = (row < rows)[:, None] & (number < OF_TOKEN)
     place = (choice // OF_TOKEN)[:, None] * OF_TOKEN + number
-    own = tl.load(chosen + place, mask=inside, other=0).to(tl.int32) - first[:, None]
+    expert = tl.load(chosen + place, mask=inside, other=0).to(tl.int32)
+    own = expert - first[:, None]
+    before = tl.load(places + place, mask=inside, other=0).to(tl.int32)
+    before -= tl.load(ends + expert - 1, mask=inside & (expert > 0), other=0)
     weight = tl.load(weights + place, mask=inside, other=0.0).to(tl.float32)
-    to = row.to(tl.int64)[:, None] * (2 * OF_TOKEN) + number
-    tl.store(experts + to, tl.where((own < 0) | (own >= held), held, own), mask=inside)
-    tl.store(values + to + OF_TOKEN, weight, mask=inside)
+    to = row.to(tl.int64)[:, None] * stride + number
+    tl.store(words + to, tl.where((own < 0) | (own >= held), held, own), mask=inside)
+    tl.store(words + to + OF_TOKEN, before, mask=inside)
+    tl.store(values + to + 2 * OF_TOKEN, weight, mask=inside)
+    spare = (row < rows)[:, None] & (number + 3 * OF_TOKEN < width)
+    tl.store(words + to + 3 * OF_TOKEN, tl.zeros([PACKED, WIDTH], tl.int32), mask=spare)
 
 
-def expert_rows_triton(owners: Tensor, experts: int, padded: bool = True, counted: int | None = None) -> ExpertRows:
+@triton.jit
+def begins_kernel(
+    told,  # int64 [senders, ...], rows `stride` apart
+    ends,
+    begins,  # int32 [senders + 1, experts]
+    senders,
+    experts,
+    stride,
+    ALIGNMENT: tl.constexpr,
+    SENDERS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    """One program finds where the rows of each sender's choices of each expert begin."""
+    sender, expert = tl.arange(0, SENDERS)[:, None], tl.arange(0, EXPERTS)
+    inside = (sender < senders) & (expert < experts)[None, :]
+    count = tl.load(told + sender * stride + expert[None, :], mask=inside, other=0).to(tl.int32)
+    total = tl.sum(count, 0)
+    # the sum of the weight gradient over no rows would be refused
+    size = tl.where(expert < experts, tl.maximum((total + ALIGNMENT - 1) // ALIGNMENT, 1) * ALIGNMENT, 0)
+    end = tl.cumsum(size, 0)
+    tl.store(ends + expert, end, mask=expert < experts)
+    begin = (end - size)[None, :] + tl.cumsum(count, 0) - count
+    tl.store(begins + sender * experts + expert[None, :], begin, mask=inside)
+    tl.store(begins + senders * experts + expert, end - size + total, mask=expert < experts)
+
+
+@triton.jit
+def place_sent_kernel(
+    words,
+    told,
+    ends,
+    begins,
+    behind,  # int32 [experts], the last of which is `most`
+    places,
+    held,
+    tokens,
+    experts,
+    senders,
+    words_stride,
+    told_stride,
+    most,
+    token_programs,
+    OF_TOKEN: tl.constexpr,
+    WIDTH: tl.constexpr,  # OF_TOKEN or more
+    SENDERS: tl.constexpr,
+    PACKED: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """The first programs place the choices of a block of tokens each, the others write where an expert's rows pad."""
+    program = tl.program_id(0)
+    if program < token_programs:
+        token = program * PACKED + tl.arange(0, PACKED)
+        sender = tl.arange(0, SENDERS)
+        sent = tl.load(told + sender * told_stride + experts + 1, mask=sender < senders, other=0).to(tl.int32)
+        behind_sender = (token[:, None] >= tl.cumsum(sent, 0)[None, :]) & (sender < senders)[None, :]
+        number = tl.arange(0, WIDTH)[None, :]
+        inside = (token < tokens)[:, None] & (number < OF_TOKEN)
+        place = token.to(tl.int64)[:, None] * words_stride + number
+        own = tl.load(words + place, mask=inside, other=0)
+        before = tl.load(words + place + OF_TOKEN, mask=inside, other=0)
+        there = inside & (own >= 0) & (own < experts)
+        begin = begins + tl.sum(behind_sender.to(tl.int32), 1)[:, None] * experts + own
+        row = tl.load(begin, mask=there, other=0) + before
+        choice = token[:, None] * OF_TOKEN + number
+        tl.store(places + choice, tl.where(there, row, most).to(tl.int64), mask=inside)
+        tl.store(held + row, choice, mask=there & (row < most))
+    else:
+        expert = program - token_programs
+        end = tl.load(ends + expert)
+        end = tl.where(expert == experts - 1, most, end)  # what is spare pads the last
+        tl.store(behind + expert, end)
+        for first in tl.range(tl.load(begins + senders * experts + expert), end, PADDED):
+            padding = first + tl.arange(0, PADDED)
+            tl.store(held + padding, tl.full([PADDED], -1, tl.int32), mask=padding < end)
+
+
+def expert_rows_triton(owners: Tensor, experts: int, rows: int | None = None) -> ExpertRows:
     """Compute `expert_rows`, number for number."""
-    choices = len(owners)
-    most = most_laid_out(choices, experts, padded, counted)
+    choices, padded = len(owners), rows is None
+    most = most_rows(choices, experts) if rows is None else rows
     blocks = ceil_div(choices, COUNTED)
     # the last of the counts: where experts start
     counts = owners.new_empty(blocks + 1, experts, dtype=torch.int32)
@@ -256,21 +342,61 @@ def first_on_ranks_triton(chosen: Tensor, held: int, ranks: int) -> Tensor:
     return owners
 
 
-def pack_choices_triton(chosen: Tensor, weights: Tensor, choices: Tensor, held: int) -> Tensor:
+def pack_choices_triton(
+    chosen: Tensor, weights: Tensor, choices: Tensor, places: Tensor, ends: Tensor, held: int, words: Tensor
+) -> None:
     """Compute `pack_choices`, bit for bit."""
-    rows, of_token = len(choices), chosen.shape[1]
-    packed = weights.new_empty(rows, 2 * of_token, dtype=torch.float32)
-    if packed.numel():
+    of_token = chosen.shape[1]
+    if words.numel():
         launch(
             pack_kernel,
-            ceil_div(rows, PACKED),
-            (chosen, weights, choices, packed.view(torch.int32), packed),
-            (rows, held),
+            ceil_div(len(words), PACKED),
+            (chosen, weights, choices, places, ends, words, words.view(torch.float32)),
+            (len(words), held, words.stride(0), words.shape[1]),
             OF_TOKEN=of_token,
-            WIDTH=block_over(of_token),
+            WIDTH=max(4, block_over(of_token)),  # and what is spare
             PACKED=PACKED,
         )
-    return packed
+
+
+def sender_begins_triton(told: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """Compute `sender_begins`, number for number."""
+    senders = len(told)
+    ends, begins = told.new_empty(experts, dtype=torch.int32), told.new_empty(senders + 1, experts, dtype=torch.int32)
+    launch(
+        begins_kernel,
+        1,
+        (told, ends, begins),
+        (senders, experts, told.stride(0)),
+        num_warps=8,
+        ALIGNMENT=ALIGNMENT,
+        SENDERS=block_over(senders),
+        EXPERTS=block_over(experts),
+    )
+    return ends, begins
+
+
+def place_sent_triton(
+    words: Tensor, told: Tensor, ends: Tensor, begins: Tensor, of_token: int, counted: int
+) -> ExpertRows:
+    """Compute `place_sent`, number for number."""
+    tokens, experts, senders = len(words), len(ends), len(told)
+    most = most_counted_rows(counted, experts)
+    behind, held = torch.empty_like(ends), ends.new_empty(most)
+    places = ends.new_empty(tokens * of_token, dtype=torch.int64)
+    programs = ceil_div(tokens, PACKED)
+    launch(
+        place_sent_kernel,
+        programs + experts,
+        (words, told, ends, begins, behind, places, held),
+        (tokens, experts, senders, words.stride(0), told.stride(0), most, programs),
+        OF_TOKEN=of_token,
+        WIDTH=block_over(of_token),
+        SENDERS=block_over(senders),
+        PACKED=PACKED,
+        PADDED=PADDED,
+    )
+    return ExpertRows(behind, places, held)
 
 
 def count_choices_triton(

@@ -64,7 +64,7 @@ class Operator(Generic[P, R]):
             return self.reference(*args, **kwargs)
         result = self.triton(*args, **kwargs)
         if self._writes:  # autograd and caches of FP8 weights tell by a version what was written since
-            written = [args[place] if place < len(args) else kwargs[name] for place, name in self._writes]
+            written = [args[place] if place < len(args) else kwargs.get(name) for place, name in self._writes]
             torch.autograd.graph.increment_version(_tensors(written))
         return result
 

@@ -18,20 +18,27 @@ from fp8booster.kernels.cast import in_layouts
 from fp8booster.kernels.operators import operator
 
 
-@operator(rounds_to_fp8=True)
+@operator(rounds_to_fp8=True, writes=("out",))
 def gather_rows(
-    tokens: Tensor, choices: Tensor, of_token: int, *, plain: bool = True, transposed: bool = False
+    tokens: Tensor,
+    choices: Tensor,
+    of_token: int,
+    *,
+    plain: bool = True,
+    transposed: bool = False,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return rows of FP8 tokens, in the layouts that products read.
 
     Bytes are moved: what is cast once for each token has the same bytes in each of its rows.
 
     Args:
-        tokens: [T, C] FP8, contiguous, of one row at least.
+        tokens: [T, C] FP8, of one row at least, each of which is contiguous; C and the distance of rows are even.
         choices: int32 [M], contiguous: which choice of a token each row is; -1 where it pads, for a row of zeros.
         of_token: the choices of a token, k.
         plain: give the rows as they lie.
         transposed: give their transpose too, or alone.
+        out: [M, C] as the tokens, to which plain rows are written; None: to new memory.
 
     Returns:
         ([M, C] or empty, [C, M] or empty), FP8, contiguous.
@@ -39,7 +46,11 @@ def gather_rows(
     sources = choices.clamp(min=0).div(of_token, rounding_mode="floor")
     # through uint8: torch copies few FP8 tensors on CPU
     rows = tokens.view(torch.uint8).index_select(0, sources).masked_fill_((choices < 0).unsqueeze(1), 0)
-    return in_layouts(rows.view(tokens.dtype), plain=plain, transposed=transposed)
+    found, transpose = in_layouts(rows.view(tokens.dtype), plain=plain, transposed=transposed)
+    if out is None or not plain:
+        return found, transpose
+    out.view(torch.uint8).copy_(found.view(torch.uint8))
+    return out, transpose
 
 
 @operator()

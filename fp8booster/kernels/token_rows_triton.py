@@ -33,12 +33,14 @@ def halves(pairs):
 
 @triton.jit
 def gather_rows_kernel(
-    source,  # FP8 [tokens, 2 pairs]
+    source,  # FP8 [tokens, 2 pairs], rows `source_stride` pairs apart
     choices,
-    plain,  # FP8 [rows, 2 pairs]
+    plain,  # FP8 [rows, 2 pairs], rows `plain_stride` pairs apart
     transpose,  # FP8 [2 pairs, rows]
     rows,
     pairs,
+    source_stride,
+    plain_stride,
     of_token,
     pair_tiles,
     PLAIN: tl.constexpr,
@@ -56,9 +58,9 @@ def gather_rows_kernel(
     choice = tl.load(choices + of_rows, mask=of_rows < rows, other=-1)[:, None]
     token = (choice // of_token).to(tl.int64)
     # zeros where a row pads, for wgrad sums over it
-    bits = tl.load(as_pairs(source) + token * pairs + pair, mask=inside & (choice >= 0), other=0)
+    bits = tl.load(as_pairs(source) + token * source_stride + pair, mask=inside & (choice >= 0), other=0)
     if PLAIN:
-        tl.store(as_pairs(plain) + row * pairs + pair, bits, mask=inside)
+        tl.store(as_pairs(plain) + row * plain_stride + pair, bits, mask=inside)
     if TRANSPOSED:
         first, second = halves(bits)
         place = as_bytes(transpose) + tl.trans(2 * pair.to(tl.int64) * rows + row)
@@ -134,12 +136,18 @@ _TALL, _WIDE = (128, 64, 8), (16, 256, 4)  # rows, pairs, warps: a tall tile fil
 
 
 def gather_rows_triton(
-    tokens: Tensor, choices: Tensor, of_token: int, *, plain: bool = True, transposed: bool = False
+    tokens: Tensor,
+    choices: Tensor,
+    of_token: int,
+    *,
+    plain: bool = True,
+    transposed: bool = False,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute `gather_rows`, byte for byte."""
     rows, columns = len(choices), tokens.shape[1]
     pairs = columns // 2
-    data = tokens.new_empty((rows, columns) if plain else (0,))
+    data = out if plain and out is not None else tokens.new_empty((rows, columns) if plain else (0,))
     transpose = tokens.new_empty((columns, rows) if transposed else (0,))
     tile_rows, tile_pairs, warps = _TALL if transposed else _WIDE
     pair_tiles = ceil_div(pairs, tile_pairs)
@@ -147,7 +155,7 @@ def gather_rows_triton(
         gather_rows_kernel,
         pair_tiles * ceil_div(rows, tile_rows),
         (tokens, choices, data, transpose),
-        (rows, pairs, of_token, pair_tiles),
+        (rows, pairs, tokens.stride(0) // 2, data.stride(0) // 2 if plain else 0, of_token, pair_tiles),
         num_warps=warps,
         PLAIN=plain,
         TRANSPOSED=transposed,

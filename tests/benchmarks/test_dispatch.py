@@ -65,6 +65,8 @@ def test_every_variant_is_measured_and_written_by_the_first_rank(tmp_path: Path,
         if record["phase"] == COMBINE:
             rows, form = rows.T, PLAIN if form == PLAIN else ENCODED  # in which rows come back, however they went
         leave, row_bytes = rows.sum(1) - rows.diag(), ROW_BYTES[form]
+        if record["phase"] == DISPATCH and form != PLAIN:
+            row_bytes += 3 * 4 * MIXTURE.top_k  # choices and weights
         assert record["bytes_sent"]["most"] == leave.max() * row_bytes
         assert record["bytes_sent"]["mean"] == leave.double().mean() * row_bytes
         assert record["rows_received"] == {"most": rows.sum(0).max(), "least": rows.sum(0).min()}

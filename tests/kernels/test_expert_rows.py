@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,9 @@ from fp8booster.kernels.expert_rows import (
     most_counted_rows,
     most_rows,
     pack_choices,
+    place_sent,
+    sender_begins,
+    words_of,
 )
 from tests.kernels.interpreted import all_of, interpreted
 
@@ -71,7 +75,7 @@ def test_an_expert_has_its_choices_in_order_and_then_rows_that_pad(case: str, li
 @pytest.mark.parametrize("case", CASES)
 def test_without_padding_an_expert_has_its_choices_alone(case: str, like: str) -> None:
     owners, experts = given(*CASES[case], like), CASES[case][1]
-    ends, places, choices = expert_rows(owners, experts, padded=False)
+    ends, places, choices = expert_rows(owners, experts, len(owners))
     assert torch.equal(choices.long(), owners.argsort(stable=True))
     assert torch.equal(choices[places], torch.arange(len(owners), dtype=torch.int32))
     assert torch.equal(ends.diff(prepend=ends.new_zeros(1)), owners.bincount(minlength=experts))
@@ -90,11 +94,9 @@ def test_choices_of_no_expert_have_no_row(case: str, like: str) -> None:
     choices, experts = CASES[case]
     owners = some(given(choices, experts, like), experts)
     count = int(((owners >= 0) & (owners < experts)).sum())
-    most = most_counted_rows(count, experts)
-    assert most % REPEATED_ROWS == 0 <= most - most_rows(count, experts) < REPEATED_ROWS
-    found = expert_rows(owners, experts, counted=count)
-    assert [each.tolist() for each in found] == list(by_loop(owners.tolist(), experts, most))
-    ends, places, held = expert_rows(owners, experts, padded=False, counted=count)
+    found = expert_rows(owners, experts)
+    assert [each.tolist() for each in found] == list(by_loop(owners.tolist(), experts, most_rows(choices, experts)))
+    ends, places, held = expert_rows(owners, experts, count)
     own = [(owner, choice) for choice, owner in enumerate(owners.tolist()) if 0 <= owner < experts]
     assert held.tolist() == [choice for _, choice in sorted(own)]
     assert places[held.long()].tolist() == list(range(count))
@@ -103,7 +105,7 @@ def test_choices_of_no_expert_have_no_row(case: str, like: str) -> None:
 
 
 def test_rows_behind_those_that_are_not_padded_hold_a_choice_that_there_is() -> None:
-    ends, places, held = expert_rows(torch.tensor([2, 0, 3, 2]), 3, padded=False, counted=4)
+    ends, places, held = expert_rows(torch.tensor([2, 0, 3, 2]), 3, 4)
     assert held.tolist() == [1, 0, 3, 0]
     assert places.tolist() == [1, 0, 4, 2]
     assert ends.tolist() == [1, 1, 3]
@@ -119,11 +121,64 @@ def test_of_the_choices_on_one_rank_the_first_of_each_token_is_told_apart() -> N
     assert first_on_ranks(chosen, 2, 3).view(4, 3).tolist() == [[2, 0, 3], [1, 3, 2], [0, 3, 3], [2, 3, 3]]
 
 
+def packed(
+    pack: Callable[..., None], chosen: torch.Tensor, weights: torch.Tensor, held: int, ranks: int
+) -> tuple[torch.Tensor, list[int]]:
+    """What goes with each row, in memory where rows lie apart, and how many rows go to each rank."""
+    ends, _, choices = expert_rows.reference(first_on_ranks.reference(chosen, held, ranks), ranks, chosen.numel())
+    of_experts = expert_rows.reference(chosen.reshape(-1), held * ranks, chosen.numel())
+    words = torch.full((len(choices), 4 + words_of(chosen.shape[1])), -7, dtype=torch.int32, device=chosen.device)
+    pack(chosen, weights, choices, of_experts.places, of_experts.ends, held, words[:, 4:])
+    assert (words[:, :4] == -7).all()
+    return words[:, 4:], ends.diff(prepend=ends.new_zeros(1)).tolist()
+
+
 def test_a_row_carries_the_choices_of_its_token_as_its_rank_counts_them() -> None:
-    chosen, weights = torch.tensor([[5, 1, 0], [2, 3, 4]]), torch.tensor([[0.5, 1.0, 2.0], [3.0, 4.0, 5.0]])
-    packed = pack_choices(chosen, weights, torch.tensor([1, 3, 5, 0], dtype=torch.int32), 2)
-    assert packed[:, :3].contiguous().view(torch.int32).tolist() == [[2, 1, 0], [0, 1, 2], [2, 2, 0], [1, 2, 2]]
-    assert packed[:, 3:].tolist() == [[0.5, 1.0, 2.0], [3.0, 4.0, 5.0], [3.0, 4.0, 5.0], [0.5, 1.0, 2.0]]
+    chosen, weights = torch.tensor([[5, 1, 0], [2, 3, 4], [5, 3, 0]]), torch.arange(1.0, 10.0).view(3, 3)
+    words, rows = packed(pack_choices, chosen, weights, 2, 3)
+    assert rows == [2, 2, 3]
+    # of tokens 0 and 2; 1 and 2; 0, 1 and 2
+    own = [[2, 1, 0], [2, 2, 0], [0, 1, 2], [2, 1, 2], [1, 2, 2], [2, 2, 0], [1, 2, 2]]
+    before = [[0, 0, 0], [1, 1, 1], [0, 0, 0], [1, 1, 1], [0, 0, 0], [0, 0, 0], [1, 1, 1]]
+    assert words[:7, :3].tolist() == own
+    assert words[:7, 3:6].tolist() == before
+    assert torch.equal(words[:7, 6:9].contiguous().view(torch.float32), weights[[0, 2, 1, 2, 0, 1, 2]])
+    assert not words[:, 9:].any()
+
+
+def arriving(tokens: list[int], of_token: int, held: int, ranks: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The words that come to one of the ranks, whose tokens are so many, and what it was told of them."""
+    words, numbers = [], []
+    for sender, count in enumerate(tokens):
+        chosen = choices_of(count + 1000 * sender, of_token, held * ranks)[:count]
+        of_sender, rows = packed(pack_choices, chosen, torch.rand(chosen.shape), held, ranks)
+        words.append(of_sender.split([*rows, len(of_sender) - sum(rows)])[rank])
+        counts = chosen.flatten().bincount(minlength=held * ranks)[rank * held :][:held].tolist()
+        numbers.append([*counts, -7, rows[rank], -7])
+    return torch.cat(words), torch.tensor(numbers)
+
+
+ARRIVING = {
+    "two senders": ([40, 300], 3, 6, 2, 1),
+    "one sent nothing": ([0, 129, 0, 7], 2, 2, 4, 2),
+    "nothing came": ([0, 0], 2, 2, 2, 0),
+    "many experts": ([70, 65], 8, 64, 2, 0),
+    "one expert of each": ([33, 20, 11], 2, 1, 3, 2),
+}
+"""Tokens of each rank, choices of a token, experts of a rank, ranks, and the one to which they come."""
+
+
+@pytest.mark.parametrize("case", ARRIVING.values(), ids=ARRIVING)
+def test_what_senders_sent_lies_as_its_choices_do_by_expert(case: tuple[Any, ...]) -> None:
+    _, of_token, held, *_ = case
+    words, told = arriving(*case)
+    ends, begins = sender_begins(told, held)
+    counted = int(told[:, :held].sum())
+    found = place_sent(words, told, ends, begins, of_token, counted)
+    most = most_counted_rows(counted, held)
+    assert most % REPEATED_ROWS == 0 <= most - most_rows(counted, held) < REPEATED_ROWS
+    assert [each.tolist() for each in found] == list(by_loop(words[:, :of_token].flatten().tolist(), held, most))
+    assert [each.dtype for each in found] == [torch.int32, torch.int64, torch.int32]
 
 
 def told(
@@ -162,13 +217,10 @@ def differences(device: str) -> Iterator[str]:
         for like in LIKE:
             for dtype in (torch.int64, torch.int32, torch.int16):
                 whole = given(choices, experts, like, dtype).to(device)
-                part = some(whole, experts)
-                count = int(((part >= 0) & (part < experts)).sum())
-                for owners, counted in ((whole, None), (part, None), (part, count)):
-                    for padded in (True, False):
-                        expected = expert_rows.reference(owners, experts, padded, counted)
-                        if not same(kernels.expert_rows_triton(owners, experts, padded, counted), expected):
-                            yield f"{case}, {like}, {dtype}, padded {padded}, counted {counted}"
+                for owners, rows in itertools.product((whole, some(whole, experts)), (None, choices)):
+                    expected = expert_rows.reference(owners, experts, rows)
+                    if not same(kernels.expert_rows_triton(owners, experts, rows), expected):
+                        yield f"{case}, {like}, {dtype}, {rows} rows"
     for case, (choices, experts) in CASES.items():
         for ranks, amaxes, rows in itertools.product((1, 3), AMAXES, (True, False)):
             owners = given(choices, ranks * experts, "skewed").to(device)
@@ -184,12 +236,22 @@ def differences(device: str) -> Iterator[str]:
         first = first_on_ranks.reference(chosen, held, ranks)
         if not torch.equal(kernels.first_on_ranks_triton(chosen, held, ranks), first):
             yield f"{tokens} tokens, {of_token} of {experts} on {ranks}: first"
-        rows = expert_rows.reference(first, ranks, padded=False).choices
         for weights in (torch.rand(chosen.shape, device=device), torch.rand(chosen.shape, device=device).bfloat16()):
-            given_to = chosen, weights, rows, held
-            found, expected = kernels.pack_choices_triton(*given_to), pack_choices.reference(*given_to)
-            if not torch.equal(found.view(torch.int32), expected.view(torch.int32)):
+            found, expected = (
+                packed(pack, chosen, weights, held, ranks)[0]
+                for pack in (kernels.pack_choices_triton, pack_choices.reference)
+            )
+            if not torch.equal(found, expected):
                 yield f"{tokens} tokens, {of_token} of {experts} on {ranks}: packed"
+    for case, sent in ARRIVING.items():
+        _, of_token, held, *_ = sent
+        words, numbers = (each.to(device) for each in arriving(*sent))
+        begins = sender_begins.reference(numbers, held)
+        if not all(map(torch.equal, kernels.sender_begins_triton(numbers, held), begins)):
+            yield f"{case}: begins"
+        given_to = words, numbers, *begins, of_token, int(numbers[:, :held].sum())
+        if not same(kernels.place_sent_triton(*given_to), place_sent.reference(*given_to)):
+            yield f"{case}: sent"
 
 
 def test_the_kernels_in_triton_s_interpreter() -> None:
@@ -210,11 +272,20 @@ def test_kernels_of_what_is_told_and_sent_compile_for_hopper(amax: bool) -> None
     tensors, numbers = {"chosen": "*i64", "owners": "*i32"}, dict.fromkeys(("choices", "held", "ranks"), "i32")
     constants = {"OF_TOKEN": 8, "PACKED": kernels.PACKED}
     first = ptx_of(kernels.first_kernel, tensors | numbers, constants, unspecialized=tuple(numbers), num_warps=4)
-    tensors = {"chosen": "*i64", "weights": "*bf16", "choices": "*i32", "experts": "*i32", "values": "*fp32"}
-    numbers = dict.fromkeys(("rows", "held"), "i32")
+    tensors = {"chosen": "*i64", "weights": "*bf16", "choices": "*i32", "places": "*i64", "ends": "*i32"}
+    tensors |= {"words": "*i32", "values": "*fp32"}
+    numbers = dict.fromkeys(("rows", "held", "stride", "width"), "i32")
     constants |= {"WIDTH": 8}
     pack = ptx_of(kernels.pack_kernel, tensors | numbers, constants, unspecialized=tuple(numbers), num_warps=4)
-    assert not any("atom" in ptx for ptx in (tell, first, pack))
+    tensors, numbers = {"told": "*i64", "ends": "*i32", "begins": "*i32"}, dict.fromkeys(("senders", "experts"), "i32")
+    sizes = {"ALIGNMENT": 16, "SENDERS": 8, "EXPERTS": 16}
+    begins = ptx_of(kernels.begins_kernel, tensors | numbers | {"stride": "i32"}, sizes, num_warps=8)
+    tensors = {"words": "*i32", **tensors, "behind": "*i32", "places": "*i64", "held": "*i32"}
+    numbers = dict.fromkeys(("tokens", "experts", "senders", "words_stride", "told_stride", "most"), "i32")
+    numbers["token_programs"] = "i32"
+    constants |= {"SENDERS": 8, "PADDED": kernels.PADDED}
+    place = ptx_of(kernels.place_sent_kernel, tensors | numbers, constants, unspecialized=tuple(numbers), num_warps=4)
+    assert not any("atom" in ptx for ptx in (tell, first, pack, begins, place))
 
 
 @pytest.mark.gpu

@@ -21,7 +21,7 @@ from fp8booster.monitor.traffic import Traffic, count_traffic
 from fp8booster.nn import FP8Layer
 from fp8booster.nn.experts import spread
 from fp8booster.nn.experts.grouped import grouped_experts
-from fp8booster.nn.experts.routing import Routed
+from fp8booster.nn.experts.routing import Sent
 from tests.colossal.hybrid.runs import HybridRun, start
 from tests.colossal.hybrid.test_learning import assert_close_over_steps, of_first_process
 from tests.colossal.models import token_batch
@@ -161,12 +161,12 @@ def test_moe_runs_all_products_but_those_of_head_and_routers_in_fp8() -> None:
     run.step(batch)  # now the weights are those that ZeRO gathered
     loads: list[list[int]] = []
 
-    def recording(*given: Any) -> Routed:
-        loads.append((routed := Routed(*given)).counts.tolist()[0])
-        return routed
+    def recording(*given: Any) -> Sent:
+        loads.append((sent := Sent(*given)).loads(2))
+        return sent
 
     with pytest.MonkeyPatch.context() as monkeypatch, Census() as counted:
-        monkeypatch.setattr(spread, "Routed", recording)
+        monkeypatch.setattr(spread, "Sent", recording)
         run.step(batch)
     told = report(run.model)
     stacked = [(row.shape[0], None) for row in told.outside if row.name.endswith("experts.down_proj")]

@@ -9,7 +9,7 @@ it holds, in the same order, as reductions over ranks need it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,11 +17,42 @@ import torch.distributed as dist
 from fp8booster.comm.encoding import Encoding
 from fp8booster.comm.rows import decode_rows, encode_rows, send_rows, sum_rows, why_not_encoded
 from fp8booster.nn.experts.fp8_rows import FP8Rows, values_of, with_amax
-from fp8booster.nn.experts.host_copy import HostCopy
-from fp8booster.nn.experts.routing import Routed, Routes, count_rows, spread, sum_of_rows, weighted_sum
-from fp8booster.nn.linear.functional import linear_map
+from fp8booster.nn.experts.routing import Routed, Routes, spread, sum_of_rows, weighted_sum
+from fp8booster.nn.linear.functional import linear_map, once_differentiable
 
 Expert = Callable[[torch.Tensor], torch.Tensor]
+
+
+class _Joined(torch.autograd.Function):
+    """Writes words, float32 [R, N], behind the rows of a message of any dtype, bit for bit."""
+
+    @staticmethod
+    def forward(ctx: Any, message: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        ctx.columns = message.shape[1]
+        return torch.cat([message, words.view(message.dtype)], 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return _apart(gradient, ctx.columns)
+
+
+class _Parted(torch.autograd.Function):
+    """Undoes `_Joined`. A slice would add gradients to zeros, and a sum may change bits that are no number's."""
+
+    @staticmethod
+    def forward(ctx: Any, joined: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return _apart(joined, columns)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, message: torch.Tensor, words: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return torch.cat([message, words.contiguous().view(message.dtype)], 1), None
+
+
+def _apart(joined: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    message, words = joined[:, :columns], joined[:, columns:]
+    return message.contiguous(), words.contiguous().view(torch.float32)
 
 
 class Wire(NamedTuple):
@@ -82,6 +113,13 @@ class Wire(NamedTuple):
             lambda gradient: self.start(gradient, received, sent, rows, async_op=False)(),
         )
 
+    def exchanged_with(
+        self, message: torch.Tensor, words: torch.Tensor, sent: list[int], received: list[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Send a message as `exchanged` does, and with each row words, float32 [R, N]; differentiable by both."""
+        arrived = self.exchanged(_Joined.apply(message, words), sent, received)
+        return _Parted.apply(arrived, message.shape[1])
+
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """Encode as `encoded` does; not differentiable."""
         return rows if self.encoding is None else encode_rows(rows.contiguous(), self.encoding)
@@ -127,18 +165,16 @@ def run_experts(routed: Routed, experts: Sequence[Expert], factor: float = 1.0) 
     Returns:
         The weighted sum of what each token's experts make of it, [T, H'], of the dtype that they give.
     """
-    tokens, chosen, weights, counts = routed
+    tokens = routed.tokens
     if isinstance(tokens, FP8Rows) and torch.is_inference_mode_enabled():
         # tensors of that mode carry no amax, without which experts would round the values a second time
         with torch.inference_mode(False), torch.no_grad():
             return run_experts(routed, experts, factor)
-    if counts is None:
-        counts = HostCopy(count_rows(chosen, len(experts)).view(1, -1))
-    (sizes,) = counts.tolist()
-    routes = Routes.of(chosen, len(experts), sum(sizes))
+    sizes = routed.loads(len(experts))
+    routes = Routes.of(routed.chosen, len(experts), sum(sizes))
     results = []
     for expert, x in zip(experts, spread(values_of(tokens), routes).split(sizes), strict=True):
         # times the factor behind the expert and its inverse before it: its weights alone see the factor
         y = expert(with_amax(scale_gradient(x, 1 / factor), tokens))
         results.append(scale_gradient(y, factor))
-    return weighted_sum(torch.cat(results), weights, routes)
+    return weighted_sum(torch.cat(results), routed.weights, routes)

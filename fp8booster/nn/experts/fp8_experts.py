@@ -267,15 +267,15 @@ class FP8Experts(FP8Module):
 
     def _mixed(self, routed: Routed, factor: float = 1.0) -> torch.Tensor:
         """Return the weighted sum of what each token's experts make of it; `factor` as in `on_rows`."""
-        tokens, chosen, weights, _ = routed
-        layout = routed.layout(len(getattr(self, _DOWN)))
+        tokens, weights = routed.tokens, routed.weights
+        layout, chosen = routed.layout(len(getattr(self, _DOWN))), routed.chosen if self.has_bias else None
         if not vars(self).get("has_post_expert_norm"):
             return self.on_rows(tokens, layout, layout, chosen, weights, factor)
         # a norm sees the rows as they are: their weights come after it
         rows = self.on_rows(tokens, layout, layout.by_choice(), chosen, factor=factor)
         norm: Any = self.post_expert_norm
         # times the factor behind the norm and its inverse before it: its weight alone sees the factor
-        rows = scale_gradient(norm(scale_gradient(rows, 1 / factor)).to(rows.dtype), factor).view(*chosen.shape, -1)
+        rows = scale_gradient(norm(scale_gradient(rows, 1 / factor)).to(rows.dtype), factor).view(*weights.shape, -1)
         return (rows * weights.unsqueeze(2)).sum(1)
 
     def on_rows(

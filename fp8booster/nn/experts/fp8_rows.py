@@ -45,8 +45,8 @@ class FP8Rows:
     """[T, H], of this rank, which get the gradients of the rows that were sent for them."""
 
     send_back: SendBack
-    read: Callable[[], QuantizedMatrix]
-    """Waits for the rows, and gives [R, C], of one row at least, C columns of which H count."""
+    matrix: QuantizedMatrix
+    """[R, C], of one row at least, C columns of which H count; each row of its data is contiguous."""
 
     count: int
     """Number of rows, R."""
@@ -71,7 +71,7 @@ class FP8Rows:
         """Return the values, [R, H], differentiable."""
         shape, dtype, send_back = (self.count, self.tokens.shape[1]), self.dtype, self.send_back
         return linear_map(
-            self.tokens, lambda _: self.read().dequantize(*shape).to(dtype), lambda gradient: send_back(gradient)()
+            self.tokens, lambda _: self.matrix.dequantize(*shape).to(dtype), lambda gradient: send_back(gradient)()
         )
 
 
@@ -95,27 +95,18 @@ def with_amax(values: torch.Tensor, rows: Rows) -> torch.Tensor:
 
 
 def received_rows(
-    tokens: torch.Tensor,
-    count: int,
-    arrives: Callable[[], torch.Tensor],
-    cast: QuantizedMatrix,
-    amax: torch.Tensor | None,
-    send_back: SendBack,
+    tokens: torch.Tensor, rows: torch.Tensor, cast: QuantizedMatrix, amax: torch.Tensor | None, send_back: SendBack
 ) -> FP8Rows:
-    """Return rows that are on their way.
+    """Return rows as they came.
 
     Args:
-        tokens, count, amax, send_back: as in `FP8Rows`.
-        arrives: waits for [R, B], of what `packed` made.
+        tokens, amax, send_back: as in `FP8Rows`.
+        rows: [R, B], each contiguous, of what `packed` made.
         cast: this rank's cast of its tokens; all ranks' are alike.
     """
-
-    def read() -> QuantizedMatrix:
-        rows = arrives()
-        # kernels read no empty matrix: without a row that came, one of no meaning
-        return _unpacked(rows if count else rows.new_empty(1, rows.shape[1]), cast)
-
-    return FP8Rows(tokens, send_back, read, count, tokens.dtype, amax)
+    # kernels read no empty matrix: without a row that came, one of no meaning
+    matrix = _unpacked(rows if len(rows) else rows.new_empty(1, rows.shape[1]), cast)
+    return FP8Rows(tokens, send_back, matrix, len(rows), tokens.dtype, amax)
 
 
 def packed(cast: QuantizedMatrix) -> torch.Tensor:

@@ -136,7 +136,7 @@ def grouped_linear(input: Rows, weights: Sequence[torch.Tensor], w: GroupedWeigh
     """
     for_weight = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
     if isinstance(input, FP8Rows):
-        how, x, input = how._replace(send_back=input.send_back), input.read(), input.tokens
+        how, x, input = how._replace(send_back=input.send_back), input.matrix, input.tokens
     elif how.reads is None:
         x = how.casts.quantize(INPUT, input, transposed=for_weight)
     else:
@@ -149,9 +149,11 @@ def _not_empty(tokens: torch.Tensor) -> torch.Tensor:
     return tokens if len(tokens) else tokens.new_zeros(1, tokens.shape[1])
 
 
-def _laid_out(tokens: torch.Tensor, layout: RowLayout, **layouts: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _laid_out(
+    tokens: torch.Tensor, layout: RowLayout, plain: bool = True, transposed: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return FP8 tokens as rows, as `gather_rows` does."""
-    return gather_rows(tokens, layout.choices, layout.of_token, **layouts)
+    return gather_rows(tokens, layout.choices, layout.of_token, plain=plain, transposed=transposed)
 
 
 def _by_expert(matrix: torch.Tensor, experts: int, stacked_by_rows: bool) -> torch.Tensor:

@@ -82,7 +82,7 @@ class SpreadExperts(nn.Module):
         # a row for each choice: the class knows no choices of experts elsewhere
         routes = Routes.of(routed.chosen, self.fp8_spread.held, routed.rows)
         x = spread_rows(values_of(routed.tokens), routes)
-        owners = routed.chosen.view(-1).index_select(0, routes.choices)
+        owners = routed.chosen.reshape(-1).index_select(0, routes.choices)
         if not len(x):
             # parameters must have gradients, of zeros, on each rank, and the rows too, which backward sends
             x, owners = torch.cat([x, x.new_zeros(1, x.shape[1])]), owners.new_zeros(1)

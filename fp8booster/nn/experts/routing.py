@@ -8,11 +8,12 @@ back: a token's rows are added up where they lie, not row by row at the token's 
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 
-from fp8booster.kernels.expert_rows import count_choices, expert_rows, first_on_ranks, pack_choices
+from fp8booster.kernels.expert_rows import WORD, count_choices, expert_rows, first_on_ranks, pack_choices, words_of
 from fp8booster.kernels.token_rows import gather_rows, sum_rows, sum_rows_backward
 from fp8booster.nn.experts.fp8_rows import Rows
 from fp8booster.nn.experts.host_copy import HostCopy
@@ -20,30 +21,77 @@ from fp8booster.nn.experts.row_layout import RowLayout
 from fp8booster.nn.linear.functional import linear_map, once_differentiable
 
 
-class Routed(NamedTuple):
-    """T tokens and those experts of this rank to which each goes."""
+class Routed:
+    """T tokens and those experts of this rank to which each goes.
 
-    tokens: Rows
-    """[T, H]"""
+    Args:
+        tokens: [T, H].
+        chosen: integers [T, k]: the experts of each token, counted from the first one here.
+        weights: [T, k], of the results.
+    """
 
-    chosen: torch.Tensor
-    """int64 [T, k]: the experts of each token, counted from the first one here. One that is on another rank has the
-    number of the experts here."""
+    def __init__(self, tokens: Rows, chosen: torch.Tensor, weights: torch.Tensor) -> None:
+        self.tokens, self.weights, self._chosen = tokens, weights, chosen
 
-    weights: torch.Tensor
-    """[T, k], of the results."""
-
-    counts: HostCopy | None = None
-    """int64 [1, experts], choices of each; None: all choices are of experts here, and the host does not wait."""
+    @property
+    def chosen(self) -> torch.Tensor:
+        """Integers [T, k]: the experts of each token; one on another rank has the number of the experts here."""
+        return self._chosen
 
     @property
     def rows(self) -> int:
         """The number of choices of experts here."""
-        return self.chosen.numel() if self.counts is None else sum(self.counts.tolist()[0])
+        return self.chosen.numel()
+
+    def loads(self, experts: int) -> list[int]:
+        """Return how many rows each of so many experts gets; the host waits."""
+        return HostCopy(count_rows(self.chosen, experts)).tolist()
 
     def layout(self, experts: int) -> RowLayout:
         """Return where grouped products of so many experts have the tokens."""
-        return RowLayout.of_choices(self.chosen, experts, None if self.counts is None else self.rows)
+        return RowLayout.of_choices(self.chosen, experts)
+
+
+class Sent(Routed):
+    """Tokens that came from several ranks.
+
+    Args:
+        tokens, weights: as of `Routed`.
+        words: int32 [T, words], each row contiguous: their choices, as `pack_choices` wrote them.
+        told: as `place_sent` takes it.
+        begins: as `sender_begins` gives them.
+        counts: int64 [1, experts], choices of each, which the host knows.
+    """
+
+    def __init__(
+        self,
+        tokens: Rows,
+        weights: torch.Tensor,
+        words: torch.Tensor,
+        told: torch.Tensor,
+        begins: tuple[torch.Tensor, torch.Tensor],
+        counts: HostCopy,
+    ) -> None:
+        self.tokens, self.weights = tokens, weights
+        self._words, self._told, self._begins, self._counts = words, told, begins, counts
+
+    @cached_property
+    def chosen(self) -> torch.Tensor:
+        """As of `Routed`, int64; few ask for it."""
+        return self._words[:, : self.weights.shape[1]].to(torch.int64)
+
+    @property
+    def rows(self) -> int:
+        """As of `Routed`."""
+        return sum(self._counts.tolist()[0])
+
+    def loads(self, experts: int) -> list[int]:
+        """As of `Routed`; the host knows them."""
+        return self._counts.tolist()[0]
+
+    def layout(self, experts: int) -> RowLayout:
+        """As of `Routed`."""
+        return RowLayout.of_sent(self._words, self._told, *self._begins, self.weights.shape[1], self.rows)
 
 
 class Routes(NamedTuple):
@@ -59,9 +107,13 @@ class Routes(NamedTuple):
     """int32 [G]: the row behind the last of each of the G that were chosen. What lies behind all has no meaning."""
 
     @classmethod
-    def of(cls, chosen: torch.Tensor, experts: int, counted: int | None = None) -> Routes:
-        """From the experts of each token, integers [T, k]; arguments are as in `expert_rows`."""
-        return cls._of(chosen.reshape(-1).contiguous(), chosen.shape, experts, counted)
+    def of(cls, chosen: torch.Tensor, experts: int, rows: int | None = None) -> Routes:
+        """From the experts of each token, integers [T, k]; a choice that is none of so many experts has no row.
+
+        R is the number of choices that have one, as the host knows; None: all have.
+        """
+        rows = chosen.numel() if rows is None else rows
+        return cls._of(chosen.reshape(-1).contiguous(), chosen.shape, experts, rows)
 
     @classmethod
     def to_ranks(cls, chosen: torch.Tensor, held: int, ranks: int) -> Routes:
@@ -78,8 +130,8 @@ class Routes(NamedTuple):
         return cls._of(owners, chosen.shape, ranks, tokens * min(ranks, of_token))
 
     @classmethod
-    def _of(cls, owners: torch.Tensor, shape: torch.Size, experts: int, counted: int | None) -> Routes:
-        ends, places, choices = expert_rows(owners, experts, padded=False, counted=counted)
+    def _of(cls, owners: torch.Tensor, shape: torch.Size, experts: int, rows: int) -> Routes:
+        ends, places, choices = expert_rows(owners, experts, rows)
         return cls(choices, places.view(shape), ends)
 
     @property
@@ -112,35 +164,76 @@ def sum_of_rows(rows: torch.Tensor, routes: Routes) -> torch.Tensor:
     return sum_rows(rows.contiguous(), routes.places)
 
 
-def spread_bytes(matrix: torch.Tensor, routes: Routes) -> torch.Tensor:
-    """Tokens in FP8, a matrix of T rows or more, as rows [R, C]; not differentiable."""
-    if not len(routes.choices):  # kernels are not launched over nothing
-        return matrix[:0]
-    return gather_rows(matrix, routes.choices, routes.places.shape[1])[0]
+class Choices(NamedTuple):
+    """The choices of this rank's tokens, as they go to other ranks."""
+
+    chosen: torch.Tensor
+    """Integers [T, k], contiguous: the experts of each token."""
+
+    to_ranks: Routes
+    to_experts: Routes
+    """The rows of tokens for ranks, and for experts, of all ranks."""
+
+    held: int
+    """Experts of each rank."""
+
+    @classmethod
+    def of(cls, chosen: torch.Tensor, held: int, ranks: int) -> Choices:
+        """From the experts of each token, contiguous."""
+        return cls(chosen, Routes.to_ranks(chosen, held, ranks), Routes.of(chosen, held * ranks), held)
+
+    @property
+    def words(self) -> int:
+        """Return how many words go with a row."""
+        return words_of(self.chosen.shape[1])
+
+    def with_rows(self, tokens: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Return the row of each token for each rank, and words of choices behind it; not differentiable.
+
+        Args:
+            tokens: [T, C] FP8, contiguous, of one row at least; C is a multiple of 4.
+            weights: [T, k].
+
+        Returns:
+            uint8 [R, C + 4 `words`].
+        """
+        choices, columns = self.to_ranks.choices, tokens.shape[1]
+        rows = tokens.new_empty(len(choices), columns + WORD * self.words, dtype=torch.uint8)
+        if len(rows):  # kernels are not launched over nothing
+            gather_rows(tokens, choices, self.chosen.shape[1], out=rows[:, :columns].view(tokens.dtype))
+        self._write(weights.detach(), rows[:, columns:].view(torch.int32))
+        return rows
+
+    def apart(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what `with_rows` joined, of some rows: uint8 [R, C], and int32 [R, `words`]."""
+        columns = rows.shape[1] - WORD * self.words
+        return rows[:, :columns], rows[:, columns:].view(torch.int32)
+
+    def _write(self, weights: torch.Tensor, words: torch.Tensor) -> None:
+        (choices, _, _), (_, places, ends) = self.to_ranks, self.to_experts
+        pack_choices(self.chosen, weights.contiguous(), choices, places.view(-1), ends, self.held, words)
+
+    def packed(self, weights: torch.Tensor) -> torch.Tensor:
+        """Return what goes with each row, float32 [R, `words`]; differentiable by the weights, [T, k]."""
+        rows, of_token = len(self.to_ranks.choices), self.chosen.shape[1]
+
+        def forward(weights: torch.Tensor) -> torch.Tensor:
+            words = weights.new_empty(rows, self.words, dtype=torch.float32)
+            self._write(weights, words.view(torch.int32))
+            return words
+
+        return linear_map(
+            weights, forward, lambda gradient: self.sum_weights(gradient[:, 2 * of_token : 3 * of_token], weights.dtype)
+        )
+
+    def sum_weights(self, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the gradient of the weights, [T, k], of that of the rows' weights, [R, k]."""
+        return sum_of_rows(gradient, self.to_ranks).to(dtype)
 
 
-def packed_choices(chosen: torch.Tensor, weights: torch.Tensor, routes: Routes, held: int) -> torch.Tensor:
-    """Return the choices that go with each row to other ranks, float32 [R, 2 k]; differentiable by the weights.
-
-    Args:
-        chosen: integers [T, k], contiguous.
-        weights: [T, k].
-        routes: to ranks.
-        held: experts of each rank.
-    """
-
-    def of_weights(gradient: torch.Tensor) -> torch.Tensor:
-        return sum_of_rows(gradient[:, chosen.shape[1] :], routes).to(weights.dtype)
-
-    return linear_map(
-        weights, lambda weights: pack_choices(chosen, weights.contiguous(), routes.choices, held), of_weights
-    )
-
-
-def unpacked_choices(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the choices of tokens that came: the experts here, int64 [U, k], and their weights, float32 [U, k]."""
-    own, weights = packed.tensor_split(2, 1)
-    return own.detach().view(torch.int32).to(torch.int64), weights
+def sent_weights(words: torch.Tensor, of_token: int) -> torch.Tensor:
+    """Return the weights among words of choices, float32 [R, words]; differentiable."""
+    return words[:, 2 * of_token : 3 * of_token]
 
 
 def weighted_sum(rows: torch.Tensor, weights: torch.Tensor, routes: Routes) -> torch.Tensor:

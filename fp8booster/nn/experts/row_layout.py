@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from fp8booster.kernels.expert_rows import expert_rows
+from fp8booster.kernels.expert_rows import ExpertRows, expert_rows, place_sent
 from fp8booster.kernels.grouped_product import Groups
 
 
@@ -26,16 +26,31 @@ class RowLayout(NamedTuple):
     """int32 [M]: the choice that each row holds; -1 where it pads."""
 
     @classmethod
-    def of_choices(cls, chosen: torch.Tensor, experts: int, counted: int | None = None) -> RowLayout:
+    def of_choices(cls, chosen: torch.Tensor, experts: int) -> RowLayout:
         """Return the layout of tokens whose choices lie as routers give them.
 
         Args:
             chosen: integers [T, k]: the experts of each token. One that is not from 0 to G - 1 has no row.
             experts: their number, G.
-            counted: so many choices have rows, as the host knows; None: it knows their number alone.
         """
-        ends, places, choices = expert_rows(chosen.reshape(-1).contiguous(), experts, counted=counted)
-        return cls(Groups(len(choices), ends), places.view(chosen.shape), choices)
+        return cls._of(expert_rows(chosen.reshape(-1).contiguous(), experts), chosen.shape[1])
+
+    @classmethod
+    def of_sent(
+        cls,
+        words: torch.Tensor,
+        told: torch.Tensor,
+        ends: torch.Tensor,
+        begins: torch.Tensor,
+        of_token: int,
+        counted: int,
+    ) -> RowLayout:
+        """Return the layout of tokens that came from several ranks; the arguments are those of `place_sent`."""
+        return cls._of(place_sent(words, told, ends, begins, of_token, counted), of_token)
+
+    @classmethod
+    def _of(cls, rows: ExpertRows, of_token: int) -> RowLayout:
+        return cls(Groups(len(rows.choices), rows.ends), rows.places.view(-1, of_token), rows.choices)
 
     @property
     def of_token(self) -> int:

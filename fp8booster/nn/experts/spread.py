@@ -23,13 +23,13 @@ import torch.distributed as dist
 from fp8booster.comm.encoding import Encoding
 from fp8booster.comm.rows import send_rows
 from fp8booster.kernels.cast import partial_amaxes
-from fp8booster.kernels.expert_rows import count_choices
+from fp8booster.kernels.expert_rows import count_choices, sender_begins
 from fp8booster.nn.experts.dispatch import Wire
 from fp8booster.nn.experts.fp8_rows import FP8Rows, Rows, packed, received_rows, why_not_before_sending
 from fp8booster.nn.experts.host_copy import HostCopy, Totals
-from fp8booster.nn.experts.routing import Routed, Routes, packed_choices, spread_bytes, unpacked_choices
+from fp8booster.nn.experts.routing import Choices, Routed, Routes, Sent, sent_weights
 from fp8booster.nn.graphs.breaks import in_a_capture, run_eagerly
-from fp8booster.nn.linear.functional import output_dtype
+from fp8booster.nn.linear.functional import linear_map, output_dtype
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.delivered import delivered_amax
 from fp8booster.scaling import INPUT
@@ -110,7 +110,7 @@ class _Cast(NamedTuple):
 
     matrix: QuantizedMatrix
     rows: torch.Tensor
-    """[R, B], bytes of rows, the first of which are sent."""
+    """[R, B], bytes of rows, the first of which are sent: of the cast, and behind them words of choices."""
 
     amax: torch.Tensor | None
     """Float32 [], by which all values are scaled; None: rows have scales of their own."""
@@ -197,22 +197,25 @@ class Spread:
         Returns:
             [T, H] of the tokens' dtype.
         """
-        chosen = chosen.contiguous()
         wire = Wire.of(tokens, self.group, self.encoding)
         casts = self._casts_before_sending(wire, experts.input_casts(tokens))
-        routes = Routes.to_ranks(chosen, self.held, self.ranks)
-        numbers = self._told(chosen, routes, tokens, weights, casts, experts)
+        choices = Choices.of(chosen.contiguous(), self.held, self.ranks)
+        numbers = self._told(choices, tokens, weights, casts, experts)
         # the host waits for the numbers alone: what is queued behind them keeps the GPU busy when the host goes on. A
         # graph cannot tell when they are there
         copy = None if in_a_capture() else HostCopy(numbers)
-        cast = None if casts is None else _cast(tokens, casts, numbers[1, :, self.held], routes)
-        message = wire.spread(tokens, routes) if cast is None else None
-        choices = packed_choices(chosen, weights, routes, self.held)
+        begins = sender_begins(numbers[1], self.held)
+        cast = message = words = None
+        if casts is None:
+            message, words = wire.spread(tokens, choices.to_ranks), choices.packed(weights)
+        else:
+            cast = _cast(tokens, weights, casts, numbers[1, :, self.held], choices)
         added = None if beside is None else beside()
-        mix = partial(self._mix_by_numbers, experts, wire, casts, copy, weights.dtype)
+        mix = partial(self._mix_by_numbers, experts, wire, casts, copy)
         sent = None if cast is None else (tuple(cast.matrix), *cast[1:])
-        made = run_eagerly(mix, tokens, chosen, numbers, tuple(routes), choices, sent, message)
-        mixed = wire.summed(made, routes).to(tokens.dtype)
+        routes = tuple(map(tuple, (choices.to_ranks, choices.to_experts)))
+        made = run_eagerly(mix, tokens, weights, chosen, numbers, begins, routes, sent, message, words)
+        mixed = wire.summed(made, choices.to_ranks).to(tokens.dtype)
         return mixed if added is None else mixed + added
 
     def _mix_by_numbers(
@@ -221,71 +224,65 @@ class Spread:
         wire: Wire,
         casts: Casts | None,
         copy: HostCopy | None,
-        of_weights: torch.dtype,
         tokens: torch.Tensor,
+        weights: torch.Tensor,
         chosen: torch.Tensor,
         numbers: torch.Tensor,
-        routes_of: tuple[torch.Tensor, ...],
-        choices: torch.Tensor,
+        begins: tuple[torch.Tensor, torch.Tensor],
+        routes: tuple[tuple[torch.Tensor, ...], ...],
         sent: tuple[Any, ...] | None,
         message: torch.Tensor | None,
+        words: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return what each rank's experts make of this rank's tokens, [R, W] as it came, zeros behind it.
 
         Here the host must know how many tokens are sent.
 
         Args:
-            experts, tokens, chosen: as in `mix`.
+            experts, tokens, weights, chosen: as in `mix`.
             wire: on which rows go.
             casts: have cast the tokens.
             copy: of `numbers`, which are as `_told`; None: it begins here.
-            of_weights: dtype of the weights.
-            routes_of: fields of `Routes`.
-            choices: as `packed_choices` gives them.
+            begins: of the rows of what comes, as `sender_begins` gives them.
+            routes: fields of those of `Choices`.
             sent: fields of `_Cast`; None: there is a message.
-            message: the rows of the tokens, [R, W], where these were not cast.
+            message, words: the rows of the tokens, [R, W], and their choices, where tokens were not cast.
         """
         experts.note_choice(chosen)
-        routes, loads = Routes(*routes_of), _Loads(copy or HostCopy(numbers), self.held)
+        to_ranks, to_experts = (Routes(*each) for each in routes)
+        choices = Choices(chosen, to_ranks, to_experts, self.held)
+        loads = _Loads(copy or HostCopy(numbers), self.held)
         # what takes the host alone comes before it waits, as GPUs and other ranks are busy until then
         run = experts.prepare(tokens, chosen.numel())
         sizes = loads.sizes()
         trains = torch.is_grad_enabled()
         if trains and not tokens.requires_grad and loads.need_gradients(_TOKENS):
             tokens, message = _on_the_way_back(tokens), None if message is None else _on_the_way_back(message)
-        if trains and not choices.requires_grad and loads.need_gradients(_WEIGHTS):
-            choices = _on_the_way_back(choices)
-        own, weights = self.send_choices(choices, sizes)
+        if trains and not weights.requires_grad and loads.need_gradients(_WEIGHTS):
+            weights, words = _on_the_way_back(weights), None if words is None else _on_the_way_back(words)
+        of_token = chosen.shape[1]
         arrived: Rows
         if sent is not None and casts is not None and loads.all_cast():
             cast = _Cast(QuantizedMatrix(*sent[0]), *sent[1:])
-            arrived = self._exchanged_cast(tokens, wire, casts, cast, routes, sizes)
+            arrived, words = self._exchange_cast(tokens, wire, casts, cast, choices, sizes)
+            of_rows = self._sent_as_cast(weights, words, choices, sizes)
         else:
-            if message is None:
-                message = wire.spread(tokens, routes)
+            if message is None or words is None:
+                message, words = wire.spread(tokens, choices.to_ranks), choices.packed(weights)
                 self.way = _ENCODED.format("as another rank's experts read them otherwise")
-            arrived = wire.decoded(wire.exchanged(message, *sizes))
+            payload, words = wire.exchanged_with(message, words, *sizes)
+            arrived, of_rows = wire.decoded(payload), sent_weights(words, of_token)
+        bits = words.detach().view(torch.int32)
+        routed = Sent(arrived, of_rows.to(weights.dtype), bits, numbers[1], begins, loads.by_expert)
         # tokens of all these ranks add up here, and the gradient is to be a mean over ranks
-        made = run(Routed(arrived, own, weights.to(of_weights), loads.by_expert), 1 / self.ranks)
+        made = run(routed, 1 / self.ranks)
         if made.dtype is torch.float32:  # as products with weights are
             made = made.to(output_dtype(tokens))
         if trains and not made.requires_grad and loads.need_gradients(_RESULTS):
             made = _Kept.apply(_on_the_way_back(made))
         back = wire._replace(dtype=made.dtype)  # that of autocast, for one
-        return back.exchanged(back.encoded(made), sizes.received, sizes.sent, room=len(routes.choices))
-
-    def send_choices(self, choices: torch.Tensor, sizes: Sizes) -> tuple[torch.Tensor, torch.Tensor]:
-        """Send choices to the ranks of their experts, and return those of the tokens that come here.
-
-        Args:
-            choices: as `packed_choices` gives them.
-            sizes: of the messages.
-
-        Returns:
-            As `unpacked_choices`.
-        """
-        wire = Wire(self.group, choices.shape[1], choices.dtype, None, None)
-        return unpacked_choices(wire.exchanged(choices, *sizes))
+        room = len(choices.to_ranks.choices)
+        return back.exchanged(back.encoded(made), sizes.received, sizes.sent, room=room)
 
     def _casts_before_sending(self, wire: Wire, casts: Casts | None) -> Casts | None:
         """Return what casts tokens before they are sent; None: nothing does."""
@@ -297,13 +294,7 @@ class Spread:
         return casts if why_not is None else None
 
     def _told(
-        self,
-        chosen: torch.Tensor,
-        routes: Routes,
-        tokens: torch.Tensor,
-        weights: torch.Tensor,
-        casts: Casts | None,
-        experts: HeldExperts,
+        self, choices: Choices, tokens: torch.Tensor, weights: torch.Tensor, casts: Casts | None, experts: HeldExperts
     ) -> torch.Tensor:
         """Tell the ranks how many tokens and rows go to each, and what casts and gradients they need.
 
@@ -312,10 +303,11 @@ class Spread:
             rank's tokens of the experts here. Behind them the bits of each rank's amax, or `_NO_CAST`; the tokens that
             are sent; and what needs no gradients, `_TOKENS` and so on.
         """
+        chosen = choices.chosen
         numbers = chosen.new_zeros(2, self.ranks, self.held + 3, dtype=torch.int64)
         counts, arriving = numbers
         amaxes = _amaxes_of(tokens) if casts is not None and casts.scaling.granularity == "tensorwise" else None
-        count_choices(chosen.view(-1), counts, self.held, amaxes, routes.ends)
+        count_choices(chosen.view(-1), counts, self.held, amaxes, choices.to_ranks.ends)
         if casts is None:
             counts[:, self.held] = _NO_CAST
         bits = _without_gradients(tokens, weights, experts) if torch.is_grad_enabled() else 0
@@ -325,18 +317,31 @@ class Spread:
         dist.all_to_all_single(arriving, counts, group=self.group)
         return numbers
 
-    def _exchanged_cast(
-        self, tokens: torch.Tensor, wire: Wire, casts: Casts, cast: _Cast, routes: Routes, sizes: Sizes
-    ) -> FP8Rows:
-        """Begin to send tokens that were cast to the ranks of their experts, and return those that come."""
+    def _exchange_cast(
+        self, tokens: torch.Tensor, wire: Wire, casts: Casts, cast: _Cast, choices: Choices, sizes: Sizes
+    ) -> tuple[FP8Rows, torch.Tensor]:
+        """Send tokens that were cast to the ranks of their experts; return those that come, and words of choices."""
         payload = sum(sizes.sent) * tokens.shape[1] * tokens.element_size()
-        arrives = send_rows(cast.rows, *sizes, self.group, form=casts.scaling, payload=payload, async_op=True)
+        rows = send_rows(cast.rows, *sizes, self.group, form=casts.scaling, payload=payload)()
+        values, words = choices.apart(rows)
 
         def send_back(gradient: torch.Tensor) -> Callable[[], torch.Tensor]:
             arrives = wire.start(wire.encode(gradient), sizes.received, sizes.sent)
-            return lambda: wire.sum_of(arrives(), routes)
+            return lambda: wire.sum_of(arrives(), choices.to_ranks)
 
-        return received_rows(tokens, sum(sizes.received), arrives, cast.matrix, cast.amax, send_back)
+        values = values.view(cast.matrix.data.dtype)
+        return received_rows(tokens, values, cast.matrix, cast.amax, send_back), words.view(torch.float32)
+
+    def _sent_as_cast(self, weights: torch.Tensor, words: torch.Tensor, choices: Choices, sizes: Sizes) -> torch.Tensor:
+        """Return the weights among words that came, float32 [U, k]; differentiable by this rank's, [T, k]."""
+        of_token, rows = weights.shape[1], len(choices.to_ranks.choices)
+        wire, dtype = Wire(self.group, of_token, torch.float32, None, None), weights.dtype
+
+        def back(gradient: torch.Tensor) -> torch.Tensor:
+            arrived = wire.start(gradient, sizes.received, sizes.sent, rows, async_op=False)()
+            return choices.sum_weights(arrived, dtype)
+
+        return linear_map(weights, lambda _: sent_weights(words, of_token), back)
 
 
 _SPREAD = "fp8_spread"
@@ -400,11 +405,11 @@ def _amaxes_of(tokens: torch.Tensor) -> torch.Tensor:
     return (partial_amaxes(tokens.detach()) if amaxes is None else amaxes).view(-1)
 
 
-def _cast(tokens: torch.Tensor, casts: Casts, told: torch.Tensor, routes: Routes) -> _Cast:
-    """Cast each token once, under the scale of all ranks' where there is one, and spread the bytes.
+def _cast(tokens: torch.Tensor, weights: torch.Tensor, casts: Casts, told: torch.Tensor, choices: Choices) -> _Cast:
+    """Cast each token once, under the scale of all ranks' where there is one, and spread the bytes with their choices.
 
     Args:
-        tokens, routes: of this rank.
+        tokens, weights, choices: of this rank.
         casts: of their first product.
         told: int64 [ranks], the bits of their amaxes.
     """
@@ -414,4 +419,4 @@ def _cast(tokens: torch.Tensor, casts: Casts, told: torch.Tensor, routes: Routes
     # kernels are not launched over nothing
     filled = tokens if len(tokens) else tokens.new_zeros(1, tokens.shape[1])
     matrix = casts.quantize(INPUT, filled, amax=amax)
-    return _Cast(matrix, spread_bytes(packed(matrix), routes), amax)
+    return _Cast(matrix, choices.with_rows(packed(matrix), weights), amax)

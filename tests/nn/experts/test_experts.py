@@ -22,7 +22,6 @@ from fp8booster.nn.experts import grouped as module
 from fp8booster.nn.experts import stack
 from fp8booster.nn.experts.dispatch import run_experts
 from fp8booster.nn.experts.grouped import Grouped, GroupedExperts
-from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.experts.routing import Routed
 from fp8booster.nn.fused.decoder import mix
 from fp8booster.nn.fused.part import FusedGatedMLP
@@ -72,8 +71,7 @@ def routed(x: torch.Tensor, counts: list[list[int]]) -> Routed:
     """Tokens with one expert each, those of each sender sorted by expert."""
     chosen = [expert for sender in counts for expert, count in enumerate(sender) for _ in range(count)]
     owners = torch.tensor(chosen, dtype=torch.int64, device=x.device).unsqueeze(1)
-    totals = HostCopy(torch.tensor(counts, device=x.device).sum(0, keepdim=True))
-    return Routed(x, owners, x.new_ones(owners.shape), totals)
+    return Routed(x, owners, x.new_ones(owners.shape))
 
 
 def called(grouped: GroupedExperts, x: torch.Tensor, counts: list[list[int]]) -> torch.Tensor | None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from fp8booster import FP8Config, comm, convert_to_fp8
 from fp8booster.comm import Encoding
 from fp8booster.comm.encoding import DEFAULT
+from fp8booster.kernels.expert_rows import words_of
 from fp8booster.kernels.grouped_product import summed_product
 from fp8booster.nn.experts import grouped_linear
 from fp8booster.nn.experts.fp8_experts import FP8Experts
@@ -223,7 +224,7 @@ def test_bytes_of_tokens_are_counted_as_they_are_sent() -> None:
     rows = tokens * chosen // 2  # that leave this rank, either way
     back = Encoding().layout(HIDDEN, rows).bytes  # each row has scales of its own
     assert row.raw_bytes == 2 * rows * HIDDEN * 2
-    assert row.wire_bytes == rows * HIDDEN + back
+    assert row.wire_bytes == rows * (HIDDEN + 4 * words_of(chosen)) + back
 
 
 @ranks(2)
@@ -364,7 +365,7 @@ def test_rows_keep_their_scales_on_the_way(granularity: str, features: int) -> N
     cast = scaling.cast(INPUT, tokens, torch.float8_e4m3fn)
     order = torch.randperm(37)
     message = packed(cast).view(torch.uint8)[order].view(torch.float8_e4m3fn)
-    rows = received_rows(tokens, len(message), lambda: message, cast, None, lambda gradient: lambda: gradient)
+    rows = received_rows(tokens, message, cast, None, lambda gradient: lambda: gradient)
     assert torch.equal(rows.values(), cast.dequantize(37, features).bfloat16()[order])
 
 
@@ -378,7 +379,7 @@ def test_values_are_cast_to_the_bytes_that_they_came_from(power_of_two: bool) ->
         inverse_scale = scaling.cast(INPUT, torch.ones(1, 1), torch.float8_e4m3fn, amax=amax).inverse_scale
         matrix = QuantizedMatrix(codes, codes.new_empty(0), inverse_scale, None)
         tokens = torch.empty(15, 16, dtype=torch.bfloat16)
-        rows = received_rows(tokens, 15, lambda codes=codes: codes, matrix, amax, lambda gradient: lambda: gradient)
+        rows = received_rows(tokens, codes, matrix, amax, lambda gradient: lambda: gradient)
         values = with_amax(rows.values(), rows)
         found = Casts(FP8Config(scaling=scaling)).quantize(INPUT, values)
         assert torch.equal(found.data[:15].float(), codes.float())
@@ -387,7 +388,7 @@ def test_values_are_cast_to_the_bytes_that_they_came_from(power_of_two: bool) ->
 def test_a_gradient_comes_in_the_dtype_of_the_tokens() -> None:
     tokens = torch.randn(3, 16, requires_grad=True)
     cast = RealTime().cast(INPUT, tokens.detach(), torch.float8_e4m3fn)
-    arrived = received_rows(tokens, 3, lambda: packed(cast)[:3], cast, None, lambda gradient: lambda: 2 * gradient)
+    arrived = received_rows(tokens, packed(cast)[:3], cast, None, lambda gradient: lambda: 2 * gradient)
     rows, held = arrived.to(torch.bfloat16), weakref.ref(arrived)
     values = rows.values()
     assert values.dtype is torch.bfloat16
@@ -408,7 +409,7 @@ def test_gradients_of_weights_are_computed_while_that_of_tokens_is_on_its_way() 
     weights = [torch.randn(48, HIDDEN).bfloat16().requires_grad_() for _ in range(2)]
     casts = Casts(config_of())
     cast = casts.quantize(INPUT, tokens.detach())
-    rows = received_rows(tokens, len(tokens), lambda: packed(cast), cast, None, send_back)
+    rows = received_rows(tokens, packed(cast), cast, None, send_back)
     layout = RowLayout.of_choices(torch.tensor([0] * 20 + [1] * 12).unsqueeze(1), 2)
     how = grouped_linear.Products(layout.groups, casts, reads=layout, sums=layout)
     stacked = grouped_linear.cast_experts([weight.detach() for weight in weights], casts)

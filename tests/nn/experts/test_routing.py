@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp8booster.nn.experts.host_copy import HostCopy
-from fp8booster.nn.experts.routing import Routes, count_rows, packed_choices, spread, unpacked_choices, weighted_sum
+from fp8booster.nn.experts.routing import Choices, Routes, count_rows, sent_weights, spread, weighted_sum
 
 EXPERTS = 6
 
@@ -91,10 +91,11 @@ def test_a_token_has_one_row_for_each_rank_that_holds_its_experts() -> None:
 
 def test_choices_go_with_tokens_and_their_gradients_come_back() -> None:
     chosen, weights = torch.tensor([[5, 1, 0], [2, 3, 4]]), torch.rand(2, 3, requires_grad=True)
-    routes = Routes.to_ranks(chosen, held=2, ranks=3)
-    packed = packed_choices(chosen, weights, routes, 2)
-    own, of_rows = unpacked_choices(packed[:4])  # to ranks 0, 1, 2, 2 go tokens 0, 1, 0, 1
+    choices = Choices.of(chosen, 2, 3)
+    words = choices.packed(weights)[:4]  # to ranks 0, 1, 2, 2 go tokens 0, 1, 0, 1
+    own = words.detach().view(torch.int32)[:, :3]
     assert own.tolist() == [[2, 1, 0], [0, 1, 2], [1, 2, 2], [2, 2, 0]]
+    of_rows = sent_weights(words, 3)
     assert torch.equal(of_rows, weights[[0, 1, 0, 1]])
     (of_rows * (own < 2) * torch.arange(1, 5).unsqueeze(1)).sum().backward()
     assert weights.grad.tolist() == [[3, 1, 1], [2, 2, 4]]  # by the rows on whose ranks they are used

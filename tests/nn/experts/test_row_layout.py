@@ -41,7 +41,7 @@ def test_each_expert_has_the_tokens_that_senders_sent_it(counts: list[list[int]]
     experts = len(counts[0])
     owners = [expert for sender in counts for expert, count in enumerate(sender) for _ in range(count)]
     chosen = torch.tensor([[owner, experts] for owner in owners], dtype=torch.int64, device=device).view(-1, 2)
-    layout = RowLayout.of_choices(chosen, experts, len(owners))
+    layout = RowLayout.of_choices(chosen, experts)
     choices, places = layout.choices.tolist(), layout.places
     assert_lays_out(layout.groups, [-1 if each < 0 else each // 2 for each in choices], owners, experts)
     assert layout.choices[places[:, 0]].tolist() == list(range(0, 2 * len(owners), 2))
