@@ -82,15 +82,17 @@ class SpreadExperts(nn.Module):
         # a row for each choice: the class knows no choices of experts elsewhere
         routes = Routes.of(routed.chosen, self.fp8_spread.held, routed.rows)
         x = spread_rows(values_of(routed.tokens), routes)
-        owners = routed.chosen.reshape(-1).index_select(0, routes.choices)
+        owners, weights = (
+            each.reshape(-1, 1).index_select(0, routes.choices) for each in (routed.chosen, routed.weights)
+        )
         if not len(x):
             # parameters must have gradients, of zeros, on each rank, and the rows too, which backward sends
-            x, owners = torch.cat([x, x.new_zeros(1, x.shape[1])]), owners.new_zeros(1)
+            x, owners, weights = (torch.cat([each, each.new_zeros(1, each.shape[1])]) for each in (x, owners, weights))
         # times the factor behind the experts and its inverse before them: their parameters alone see the factor
-        x, owners = scale_gradient(x, 1 / factor), owners.unsqueeze(1)
-        forward: Any = super().forward  # of the module's class
-        made = scale_gradient(forward(x, owners, x.new_ones(owners.shape)), factor)
-        return weighted_sum(made[: len(routes.choices)], routed.weights, routes)
+        x, weights = (scale_gradient(each, 1 / factor) for each in (x, weights.to(x.dtype)))
+        forward: Any = super().forward  # of the module's class, which multiplies by the weights
+        made = scale_gradient(forward(x, owners, weights), factor)[: len(routes.choices)]
+        return weighted_sum(made, made.new_ones(routed.weights.shape), routes)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # of a checkpoint with all experts, whatever the number of ranks that wrote it
