@@ -304,6 +304,39 @@ def test_rows_come_where_they_were_sent_and_back(encoding: Encoding | None) -> N
 
 
 @ranks(2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_words_go_with_rows_and_come_back_bit_for_bit(dtype: torch.dtype) -> None:
+    """Also those that are no numbers, or a zero with a sign, as autograd's sums would change them."""
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(0)
+
+    def any_bits(of: torch.dtype, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of both ranks, and this one's as numbers."""
+        whole = torch.iinfo(bits := {2: torch.int16, 4: torch.int32, 8: torch.int64}[of.itemsize])
+        both = torch.randint(whole.min, whole.max, (2, 5, columns), dtype=bits, generator=generator)
+        both[:, :2, 0] = whole.min  # -0.0
+        return both, both[rank].view(of)
+
+    payloads, payload = any_bits(dtype, 7)
+    words, word = any_bits(torch.float32, 4)
+    gradients, gradient = any_bits(dtype, 7)
+    of_words, of_word = any_bits(torch.float32, 4)
+    payload, word = payload.requires_grad_(), word.requires_grad_()
+    wire = Wire(dist.group.WORLD, 7, dtype, None, None)
+    sent = [[2, 3], [3, 2]][rank]
+    received = [[2, 3], [3, 2]][rank]
+    found = wire.exchanged_with(payload, word, sent, received)
+    back = torch.autograd.grad(found, (payload, word), (gradient, of_word))
+
+    def exchanged(both: torch.Tensor) -> torch.Tensor:
+        one, other = both[0].split([2, 3]), both[1].split([3, 2])
+        return torch.cat([one[rank], other[rank]])
+
+    for got, both in zip((*found, *back), (payloads, words, gradients, of_words), strict=True):
+        assert torch.equal(got.detach().view(both.dtype), exchanged(both))
+
+
+@ranks(2)
 @pytest.mark.parametrize(
     ("width", "dtype", "is_encoded"),
     [(8, torch.float32, False), (9, torch.float32, True), (24, torch.bfloat16, False), (25, torch.bfloat16, True)],
