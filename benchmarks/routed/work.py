@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.experts.routing import Routed
 from fp8booster.nn.experts.row_layout import RowLayout
 
@@ -54,11 +55,11 @@ class ByExpert(Routed):
         numbers = torch.tensor(loads, device=x.device)
         chosen = torch.arange(len(loads), device=x.device).repeat_interleave(numbers, output_size=len(x)).unsqueeze(1)
         super().__init__(x, chosen, x.new_ones(chosen.shape))
-        self._loads = list(loads)
+        self._counts = HostCopy(torch.tensor([loads]))
 
-    def loads(self, experts: int) -> list[int]:
-        """As of `Routed`."""
-        return self._loads
+    def counts(self, experts: int) -> HostCopy:
+        """Return what `Routed` does, which the host knows."""
+        return self._counts
 
 
 class Products(NamedTuple):

@@ -16,7 +16,7 @@ from fp8booster.kernels.expert_rows import WORD, sender_begins
 from fp8booster.kernels.token_rows import gather_rows
 from fp8booster.nn.experts.dispatch import Wire
 from fp8booster.nn.experts.fp8_rows import packed, received_rows
-from fp8booster.nn.experts.routing import Choices, Routes, count_rows, sent_weights, spread, weighted_sum
+from fp8booster.nn.experts.routing import Choices, Routes, count_rows, rows_of, sent_weights, weighted_sum
 from fp8booster.nn.experts.row_layout import RowLayout
 from fp8booster.nn.experts.spread import Sizes, Spread
 from fp8booster.nn.weights.casting import Casts
@@ -137,7 +137,7 @@ def in_high_precision(work: Work, dtype: torch.dtype) -> tuple[Way, Way]:
         return arrived
 
     def dispatch() -> torch.Tensor:
-        return exchange(spread(tokens, work.routes), work.sent, work.received)
+        return exchange(rows_of(tokens, work.routes), work.sent, work.received)
 
     made = dispatch()
 
@@ -163,7 +163,7 @@ def encoded(work: Work, made: torch.Tensor) -> tuple[Way, Way]:
         sent = wire.rows_of(work.tokens, work.to_ranks)
         payload, words = wire.exchanged_with(sent, work.choices.packed(work.weights), *work.sizes)
         choices = work.layout(words.view(torch.int32)).choices
-        return wire.decode(payload).index_select(0, choices.clamp_(min=0).div_(layout.of_token, rounding_mode="floor"))
+        return wire.decode(payload).index_select(0, choices.clamp(min=0).div(layout.of_token, rounding_mode="floor"))
 
     own = words.view(torch.int32)[:, : layout.of_token]
     here = Routes.of(own, work.spread.held, sum(work.received))
@@ -188,6 +188,8 @@ def as_cast(work: Work) -> Way:
     dist.all_reduce(amax, dist.ReduceOp.MAX, group)
     cast = casts.quantize(INPUT, tokens, amax=amax)
 
+    here: dict[str, RowLayout] = {}
+
     def call() -> torch.Tensor:
         partial_amaxes(tokens)  # of which ranks tell each other the largest with their counts
         rows = work.choices.with_rows(packed(casts.quantize(INPUT, tokens, amax=amax)), work.weights)
@@ -195,8 +197,6 @@ def as_cast(work: Work) -> Way:
         arrived, words = work.choices.apart(send_rows(rows, *work.sizes, group, form=casts.scaling, payload=payload)())
         layout = here["layout"] = work.layout(words)
         return gather_rows(arrived.view(cast.data.dtype), layout.choices, layout.of_token)[0]
-
-    here: dict[str, RowLayout] = {}
 
     def values(rows: torch.Tensor) -> torch.Tensor:
         rows = rows.view(torch.uint8)[here["layout"].choices >= 0].view(rows.dtype)

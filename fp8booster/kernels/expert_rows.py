@@ -70,12 +70,10 @@ def expert_rows(owners: Tensor, experts: int, rows: int | None = None) -> Expert
         by_expert == experts, most
     )
     places = torch.empty_like(order).scatter_(0, order, by_rank)
-    held = torch.full((most + 1,), -1 if padded else 0, dtype=torch.int32, device=device)
-    held.scatter_(0, places, torch.arange(choices, dtype=torch.int32, device=device))
     ends = ends.to(torch.int32)
     if padded:
         ends[-1:].fill_(most)
-    return ExpertRows(ends, places, held[:most].clone())
+    return ExpertRows(ends, places, _held(places, most, -1 if padded else 0))
 
 
 @operator()
@@ -100,9 +98,9 @@ WORD = 4
 
 
 def words_of(of_token: int) -> int:
-    """Return how many words `pack_choices` writes for a row.
+    """Return how many words `pack_choices` writes for a row: a multiple of 16 bytes.
 
-    They fill 16 bytes each, so that the rows of bytes before them begin where a GPU reads as many at once.
+    So rows of FP8 values without scales of their own, behind which they go, begin where a GPU reads 16 bytes at once.
     """
     return -(-3 * of_token // 4) * 4
 
@@ -140,7 +138,7 @@ def sender_begins(told: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """Return where the rows begin of choices that come from several ranks: by expert, and of each by sender.
 
     Args:
-        told: int64 [senders, columns], each row contiguous: first choices from each sender of each expert.
+        told: as `place_sent` takes it.
         experts: here, G.
 
     Returns:
@@ -162,7 +160,8 @@ def place_sent(words: Tensor, told: Tensor, ends: Tensor, begins: Tensor, of_tok
 
     Args:
         words: int32 [T, words], each row contiguous: as `pack_choices` wrote them, by sender.
-        told: int64 [senders, columns], each row contiguous: behind the choices and one number more, tokens from each.
+        told: int64 [senders, columns], each row contiguous: what each sender wrote by `count_choices`, for the experts
+            here.
         ends, begins: as `sender_begins` gives them.
         of_token: the choices of a token, k.
         counted: how many of them have rows.
@@ -173,11 +172,16 @@ def place_sent(words: Tensor, told: Tensor, ends: Tensor, begins: Tensor, of_tok
     sender = torch.searchsorted(told[:, experts + 1].cumsum(0), tokens, right=True)
     rows = begins.long()[sender.unsqueeze(1), own.clamp(max=experts - 1)] + before
     places = rows.masked_fill_(own >= experts, most).view(-1)
-    held = torch.full((most + 1,), -1, dtype=torch.int32, device=words.device)
-    held.scatter_(0, places, torch.arange(len(places), dtype=torch.int32, device=words.device))
     ends = ends.clone()
     ends[-1:].fill_(most)
-    return ExpertRows(ends, places, held[:most].clone())
+    return ExpertRows(ends, places, _held(places, most, -1))
+
+
+def _held(places: Tensor, most: int, unused: int) -> Tensor:
+    """Return the choice that each row holds."""
+    held = torch.full((most + 1,), unused, dtype=torch.int32, device=places.device)
+    held.scatter_(0, places, torch.arange(len(places), dtype=torch.int32, device=places.device))
+    return held[:most].clone()
 
 
 def _padded(sizes: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ AT_ONCE, FEW = 2048, 8
 """Choices that a program counts at once where it counts all of a few experts'."""
 
 PACKED, PADDED = 128, 256
-"""Tokens or rows of a program where it looks at all choices of each; rows that pad, which it writes at once."""
+"""Choices, or rows or tokens with all of theirs, of a program; rows that pad, which it writes at once."""
 
 
 @triton.jit
@@ -48,6 +48,13 @@ def count_kernel(
         owner = tl.load(owners + choice, mask=choice < choices, other=-1).to(tl.int32)
         count += tl.sum((owner[:, None] == expert[None, :]).to(tl.int32), 0)
     tl.store(counts + block * experts + expert, count, mask=expert < experts)
+
+
+@triton.jit
+def padded_size(total, inside, ALIGNMENT: tl.constexpr):
+    """Return the rows of experts inside, of whose choices the totals are given."""
+    # the sum of the weight gradient over no rows would be refused
+    return tl.where(inside, tl.maximum((total + ALIGNMENT - 1) // ALIGNMENT, 1) * ALIGNMENT, 0)
 
 
 @triton.jit
@@ -80,8 +87,7 @@ def begin_kernel(
             total += tl.sum(count, 0)
         size = tl.where(inside, total, 0)
         if PADDED:
-            # the sum of the weight gradient over no rows would be refused
-            size = tl.where(inside, tl.maximum((total + ALIGNMENT - 1) // ALIGNMENT, 1) * ALIGNMENT, 0)
+            size = padded_size(total, inside, ALIGNMENT)
         end = start + tl.cumsum(size, 0)
         tl.store(starts + expert, end - size, mask=inside)
         tl.store(ends + expert, tl.where(PADDED & (expert == experts - 1), most, end), mask=inside)
@@ -223,7 +229,7 @@ def pack_kernel(
 
 
 @triton.jit
-def begins_kernel(
+def sender_begins_kernel(
     told,  # int64 [senders, ...], rows `stride` apart
     ends,
     begins,  # int32 [senders + 1, experts]
@@ -239,8 +245,7 @@ def begins_kernel(
     inside = (sender < senders) & (expert < experts)[None, :]
     count = tl.load(told + sender * stride + expert[None, :], mask=inside, other=0).to(tl.int32)
     total = tl.sum(count, 0)
-    # the sum of the weight gradient over no rows would be refused
-    size = tl.where(expert < experts, tl.maximum((total + ALIGNMENT - 1) // ALIGNMENT, 1) * ALIGNMENT, 0)
+    size = padded_size(total, expert < experts, ALIGNMENT)
     end = tl.cumsum(size, 0)
     tl.store(ends + expert, end, mask=expert < experts)
     begin = (end - size)[None, :] + tl.cumsum(count, 0) - count
@@ -364,7 +369,7 @@ def sender_begins_triton(told: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     senders = len(told)
     ends, begins = told.new_empty(experts, dtype=torch.int32), told.new_empty(senders + 1, experts, dtype=torch.int32)
     launch(
-        begins_kernel,
+        sender_begins_kernel,
         1,
         (told, ends, begins),
         (senders, experts, told.stride(0)),

@@ -279,7 +279,7 @@ def test_kernels_of_what_is_told_and_sent_compile_for_hopper(amax: bool) -> None
     pack = ptx_of(kernels.pack_kernel, tensors | numbers, constants, unspecialized=tuple(numbers), num_warps=4)
     tensors, numbers = {"told": "*i64", "ends": "*i32", "begins": "*i32"}, dict.fromkeys(("senders", "experts"), "i32")
     sizes = {"ALIGNMENT": 16, "SENDERS": 8, "EXPERTS": 16}
-    begins = ptx_of(kernels.begins_kernel, tensors | numbers | {"stride": "i32"}, sizes, num_warps=8)
+    begins = ptx_of(kernels.sender_begins_kernel, tensors | numbers | {"stride": "i32"}, sizes, num_warps=8)
     tensors = {"words": "*i32", **tensors, "behind": "*i32", "places": "*i64", "held": "*i32"}
     numbers = dict.fromkeys(("tokens", "experts", "senders", "words_stride", "told_stride", "most"), "i32")
     numbers["token_programs"] = "i32"

@@ -22,6 +22,7 @@ from fp8booster.colossal.gemini.chunks import ChunkWeight, FP8Chunk
 from fp8booster.nn import FP8Layer
 from fp8booster.nn.experts.alike import Look
 from fp8booster.nn.experts.grouped import GroupedExperts, grouped_experts
+from fp8booster.nn.experts.routing import Routed
 from fp8booster.nn.fused.causal_lm_loss import HeldHead, fused_head
 from fp8booster.nn.fused.merged_layers import MergedLayers, merged_layers
 from fp8booster.nn.fused.norm import FusedNorm
@@ -109,10 +110,10 @@ class GatheredGroupedExperts(GroupedExperts):
 
     are_whole = True
 
-    def mix(self, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
+    def mix(self, routed: Routed) -> torch.Tensor | None:
         """Mix as `GroupedExperts` does, and read no parameter by looking at it."""
         with torch._C.DisableTorchFunction():  # to look at a parameter is to read it, for Gemini
-            return super().mix(tokens, chosen, weights)
+            return super().mix(routed)
 
     def _gathered(self, look: Look, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
         return while_gathered([*look.up.layers, *look.down.layers], compute)

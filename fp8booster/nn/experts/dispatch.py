@@ -1,9 +1,9 @@
 """What carries tokens to experts on other ranks in FP8 and their sums back, and experts that run one by one.
 
-Experts run so where grouped products (`nn.experts.grouped`) are not right or not faster. Each sees as many tokens as
-chose it. FP8 products need multiples of 16, so the cast of its input pads the rows (`kernels.cast`), and an expert
-without tokens computes an empty product. Its weight gradient is zero: every rank has a gradient for every expert that
-it holds, in the same order, as reductions over ranks need it.
+Experts run one by one where grouped products (`nn.experts.grouped`) are not right or not faster. Each sees as many
+tokens as chose it. FP8 products need multiples of 16, so the cast of its input pads the rows (`kernels.cast`), and an
+expert without tokens computes an empty product. Its weight gradient is zero: every rank has a gradient for every expert
+that it holds, in the same order, as reductions over ranks need it.
 """
 
 from __future__ import annotations
@@ -17,42 +17,41 @@ import torch.distributed as dist
 from fp8booster.comm.encoding import Encoding
 from fp8booster.comm.rows import decode_rows, encode_rows, send_rows, sum_rows, why_not_encoded
 from fp8booster.nn.experts.fp8_rows import FP8Rows, values_of, with_amax
-from fp8booster.nn.experts.routing import Routed, Routes, spread, sum_of_rows, weighted_sum
+from fp8booster.nn.experts.routing import Routed, Routes, rows_of, sum_of_rows, weighted_sum
 from fp8booster.nn.linear.functional import linear_map, once_differentiable
 
 Expert = Callable[[torch.Tensor], torch.Tensor]
 
 
-class _Joined(torch.autograd.Function):
-    """Writes words, float32 [R, N], behind the rows of a message of any dtype, bit for bit."""
+Send = Callable[[torch.Tensor], torch.Tensor]
+
+
+class _SentWith(torch.autograd.Function):
+    """Sends rows of any dtype with words behind them, and their gradients back.
+
+    What is between is bytes: words may be NaN as numbers, which a sum or a search for NaN would change or report, and a
+    row of 16 bits need not end where a word can begin.
+    """
 
     @staticmethod
-    def forward(ctx: Any, message: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-        ctx.columns = message.shape[1]
-        return torch.cat([message, words.view(message.dtype)], 1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return _apart(gradient, ctx.columns)
-
-
-class _Parted(torch.autograd.Function):
-    """Undoes `_Joined`. A slice would add gradients to zeros, and a sum may change bits that are no number's."""
-
-    @staticmethod
-    def forward(ctx: Any, joined: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return _apart(joined, columns)
+    def forward(
+        ctx: Any, message: torch.Tensor, words: torch.Tensor, send: Send, back: Send
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.back = back
+        return _exchanged(message, words, send)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, message: torch.Tensor, words: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return torch.cat([message, words.contiguous().view(message.dtype)], 1), None
+    def backward(ctx: Any, message: torch.Tensor, words: torch.Tensor) -> tuple:
+        return *_exchanged(message, words, ctx.back), None, None
 
 
-def _apart(joined: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    message, words = joined[:, :columns], joined[:, columns:]
-    return message.contiguous(), words.contiguous().view(torch.float32)
+def _exchanged(message: torch.Tensor, words: torch.Tensor, send: Send) -> tuple[torch.Tensor, torch.Tensor]:
+    parts = [each.contiguous().view(torch.uint8) for each in (message, words)]
+    arrived = send(torch.cat(parts, 1)).tensor_split([parts[0].shape[1]], 1)
+    # copies: a slice of one row is contiguous for torch, and may begin where no number can
+    made = [each.clone(memory_format=torch.contiguous_format) for each in arrived]
+    return made[0].view(message.dtype), made[1].view(words.dtype)
 
 
 class Wire(NamedTuple):
@@ -117,8 +116,13 @@ class Wire(NamedTuple):
         self, message: torch.Tensor, words: torch.Tensor, sent: list[int], received: list[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Send a message as `exchanged` does, and with each row words, float32 [R, N]; differentiable by both."""
-        arrived = self.exchanged(_Joined.apply(message, words), sent, received)
-        return _Parted.apply(arrived, message.shape[1])
+        rows = len(message)
+        return _SentWith.apply(
+            message,
+            words,
+            lambda joined: self.start(joined, sent, received, async_op=False)(),
+            lambda joined: self.start(joined, received, sent, rows, async_op=False)(),
+        )
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """Encode as `encoded` does; not differentiable."""
@@ -155,7 +159,7 @@ def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def run_experts(routed: Routed, experts: Sequence[Expert], factor: float = 1.0) -> torch.Tensor:
-    """Each expert on its tokens, one by one; the host waits for how many these are.
+    """Compute each expert on its tokens, one by one; the host waits for how many these are.
 
     Args:
         routed: experts read values of tokens in FP8.
@@ -170,10 +174,11 @@ def run_experts(routed: Routed, experts: Sequence[Expert], factor: float = 1.0) 
         # tensors of that mode carry no amax, without which experts would round the values a second time
         with torch.inference_mode(False), torch.no_grad():
             return run_experts(routed, experts, factor)
-    sizes = routed.loads(len(experts))
-    routes = Routes.of(routed.chosen, len(experts), sum(sizes))
+    counts = routed.counts(len(experts))
+    routes = Routes.of(routed.chosen, len(experts), routed.rows)
+    rows = rows_of(values_of(tokens), routes)  # queued before the host waits
     results = []
-    for expert, x in zip(experts, spread(values_of(tokens), routes).split(sizes), strict=True):
+    for expert, x in zip(experts, rows.split(counts.tolist()[0]), strict=True):
         # times the factor behind the expert and its inverse before it: its weights alone see the factor
         y = expert(with_amax(scale_gradient(x, 1 / factor), tokens))
         results.append(scale_gradient(y, factor))

@@ -267,15 +267,17 @@ class FP8Experts(FP8Module):
 
     def _mixed(self, routed: Routed, factor: float = 1.0) -> torch.Tensor:
         """Return the weighted sum of what each token's experts make of it; `factor` as in `on_rows`."""
-        tokens, weights = routed.tokens, routed.weights
-        layout, chosen = routed.layout(len(getattr(self, _DOWN))), routed.chosen if self.has_bias else None
-        if not vars(self).get("has_post_expert_norm"):
+        tokens, weights, count = routed.tokens, routed.weights, len(getattr(self, _DOWN))
+        layout, has_norm = routed.layout(count), vars(self).get("has_post_expert_norm")
+        chosen = routed.chosen if self.has_bias or has_norm else None
+        if not has_norm or chosen is None:
             return self.on_rows(tokens, layout, layout, chosen, weights, factor)
-        # a norm sees the rows as they are: their weights come after it
+        # a norm sees the rows as they are: their weights come after it. No factor for its parameters, of which each
+        # rank has a copy, and a part of the gradient
         rows = self.on_rows(tokens, layout, layout.by_choice(), chosen, factor=factor)
         norm: Any = self.post_expert_norm
-        # times the factor behind the norm and its inverse before it: its weight alone sees the factor
-        rows = scale_gradient(norm(scale_gradient(rows, 1 / factor)).to(rows.dtype), factor).view(*weights.shape, -1)
+        rows = norm(rows).to(rows.dtype).view(*weights.shape, rows.shape[1])
+        rows = rows.masked_fill((chosen >= count).unsqueeze(2), 0)  # a norm may make something of zeros
         return (rows * weights.unsqueeze(2)).sum(1)
 
     def on_rows(

@@ -16,17 +16,11 @@ class HostCopy:
     """
 
     def __init__(self, numbers: torch.Tensor) -> None:
-        self._numbers = numbers
         self._copy, self._arrived = numbers, None
         if numbers.is_cuda:
             self._copy = numbers.to("cpu", non_blocking=True)
             self._arrived = torch.cuda.Event()
             self._arrived.record(torch.cuda.current_stream(numbers.device))
-
-    @property
-    def on_device(self) -> torch.Tensor:
-        """The numbers where they are computed."""
-        return self._numbers
 
     def part(self, number: int, columns: slice) -> HostCopy:
         """Return some columns of one matrix of several, [matrices, rows, columns]."""
@@ -44,11 +38,10 @@ class HostCopy:
 
 
 class _Part(HostCopy):
-    """Some of the numbers of another copy; the GPU has nothing to do for those that the host alone reads."""
+    """Some of the numbers of another copy, for which a GPU has nothing to do."""
 
     def __init__(self, whole: HostCopy, number: int, columns: slice) -> None:
         self._whole, self._number, self._columns = whole, number, columns
-        self._numbers = whole.on_device[number, :, columns]
 
     @cached_property
     def _list(self) -> list[Any]:
@@ -60,10 +53,6 @@ class Totals(HostCopy):
 
     def __init__(self, of: HostCopy) -> None:
         self._of = of
-
-    @cached_property
-    def _numbers(self) -> torch.Tensor:  # type: ignore[override]
-        return self._of.on_device.sum(0, keepdim=True)
 
     @cached_property
     def _list(self) -> list[Any]:

@@ -22,11 +22,10 @@ from fp8booster.nn.experts.fp8_experts import are_experts, why_not_called_so
 from fp8booster.nn.experts.fp8_rows import values_of
 from fp8booster.nn.experts.loads import note_choice
 from fp8booster.nn.experts.mixture import mixin_of
-from fp8booster.nn.experts.routing import Routed, Routes, weighted_sum
-from fp8booster.nn.experts.routing import spread as spread_rows
+from fp8booster.nn.experts.routing import Routed, Routes, rows_of, weighted_sum
 from fp8booster.nn.experts.spread import EXCHANGED, Run, Spread, mark_spread
 from fp8booster.nn.graphs.eager import COUNTED
-from fp8booster.nn.modules import change_class, mixed_class
+from fp8booster.nn.modules import change_class, mixed_class, run_with
 from fp8booster.nn.weights.casting import Casts
 
 
@@ -81,7 +80,7 @@ class SpreadExperts(nn.Module):
         """Compute the experts of this rank as the module's class does: a `spread.Run`."""
         # a row for each choice: the class knows no choices of experts elsewhere
         routes = Routes.of(routed.chosen, self.fp8_spread.held, routed.rows)
-        x = spread_rows(values_of(routed.tokens), routes)
+        x = rows_of(values_of(routed.tokens), routes)
         owners, weights = (
             each.reshape(-1, 1).index_select(0, routes.choices) for each in (routed.chosen, routed.weights)
         )
@@ -90,8 +89,12 @@ class SpreadExperts(nn.Module):
             x, owners, weights = (torch.cat([each, each.new_zeros(1, each.shape[1])]) for each in (x, owners, weights))
         # times the factor behind the experts and its inverse before them: their parameters alone see the factor
         x, weights = (scale_gradient(each, 1 / factor) for each in (x, weights.to(x.dtype)))
-        forward: Any = super().forward  # of the module's class, which multiplies by the weights
-        made = scale_gradient(forward(x, owners, weights), factor)[: len(routes.choices)]
+        parts = {}
+        if vars(self).get("has_post_expert_norm"):
+            norm: Any = self.post_expert_norm  # of whose parameters each rank has a copy, and a part of the gradient
+            parts["post_expert_norm"] = lambda x: scale_gradient(norm(scale_gradient(x, factor)), 1 / factor)
+        made = scale_gradient(run_with(_forward_of_class, self, parts, x, owners, weights), factor)
+        made = made[: len(routes.choices)]
         return weighted_sum(made, made.new_ones(routed.weights.shape), routes)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -102,6 +105,12 @@ class SpreadExperts(nn.Module):
             if whole is not None and len(whole) == self.fp8_spread.experts:
                 state_dict[prefix + name] = self.fp8_spread.own(whole)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _forward_of_class(module: SpreadExperts, *args: torch.Tensor) -> torch.Tensor:
+    """Return what the module's class makes of tokens, experts and weights, by which it multiplies."""
+    forward: Any = super(SpreadExperts, module).forward
+    return forward(*args)
 
 
 def blocks_to_spread(model: nn.Module) -> list[nn.Module]:

@@ -1,6 +1,6 @@
 """The rows that tokens become on their way to experts, and what is made of them.
 
-    tokens [T, H] -- spread --> rows [R, H], sorted by expert -- experts --> rows -- weighted sum --> [T, H]
+    tokens [T, H] -- copied --> rows [R, H], sorted by expert -- experts --> rows -- weighted sum --> [T, H]
 
 A token has a row for each of its experts, or one for each rank that holds some of them. A gradient goes the same ways
 back: a token's rows are added up where they lie, not row by row at the token's index, for which a GPU would sort them.
@@ -35,17 +35,17 @@ class Routed:
 
     @property
     def chosen(self) -> torch.Tensor:
-        """Integers [T, k]: the experts of each token; one on another rank has the number of the experts here."""
+        """Return the experts of each token, integers [T, k]; one elsewhere has the number of the experts here."""
         return self._chosen
 
     @property
     def rows(self) -> int:
-        """The number of choices of experts here."""
+        """Return the number of choices of experts here."""
         return self.chosen.numel()
 
-    def loads(self, experts: int) -> list[int]:
-        """Return how many rows each of so many experts gets; the host waits."""
-        return HostCopy(count_rows(self.chosen, experts)).tolist()
+    def counts(self, experts: int) -> HostCopy:
+        """Return how many choices each of so many experts has, int64 [1, experts]."""
+        return HostCopy(count_rows(self.chosen, experts).view(1, -1))
 
     def layout(self, experts: int) -> RowLayout:
         """Return where grouped products of so many experts have the tokens."""
@@ -77,20 +77,20 @@ class Sent(Routed):
 
     @cached_property
     def chosen(self) -> torch.Tensor:
-        """As of `Routed`, int64; few ask for it."""
+        """Return what `Routed` does, int64, which few ask for."""
         return self._words[:, : self.weights.shape[1]].to(torch.int64)
 
     @property
     def rows(self) -> int:
-        """As of `Routed`."""
+        """Return what `Routed` does."""
         return sum(self._counts.tolist()[0])
 
-    def loads(self, experts: int) -> list[int]:
-        """As of `Routed`; the host knows them."""
-        return self._counts.tolist()[0]
+    def counts(self, experts: int) -> HostCopy:
+        """Return what `Routed` does, which the host knows."""
+        return self._counts
 
     def layout(self, experts: int) -> RowLayout:
-        """As of `Routed`."""
+        """Return what `Routed` does."""
         return RowLayout.of_sent(self._words, self._told, *self._begins, self.weights.shape[1], self.rows)
 
 
@@ -108,7 +108,7 @@ class Routes(NamedTuple):
 
     @classmethod
     def of(cls, chosen: torch.Tensor, experts: int, rows: int | None = None) -> Routes:
-        """From the experts of each token, integers [T, k]; a choice that is none of so many experts has no row.
+        """Return the rows of the experts of each token, integers [T, k]; a choice of none of so many has no row.
 
         R is the number of choices that have one, as the host knows; None: all have.
         """
@@ -152,15 +152,15 @@ def count_rows(chosen: torch.Tensor, experts: int) -> torch.Tensor:
     return counts[0]
 
 
-def spread(tokens: torch.Tensor, routes: Routes) -> torch.Tensor:
-    """Tokens [T, H] as rows [R, H]; differentiable."""
+def rows_of(tokens: torch.Tensor, routes: Routes) -> torch.Tensor:
+    """Return tokens [T, H] as rows [R, H]; differentiable."""
     return linear_map(
         tokens, lambda tokens: tokens.index_select(0, routes.tokens), lambda gradient: sum_of_rows(gradient, routes)
     )
 
 
 def sum_of_rows(rows: torch.Tensor, routes: Routes) -> torch.Tensor:
-    """Rows [R, H] added up by token, [T, H]; not differentiable."""
+    """Add rows [R, H] up by token, [T, H]; not differentiable."""
     return sum_rows(rows.contiguous(), routes.places)
 
 
@@ -179,7 +179,7 @@ class Choices(NamedTuple):
 
     @classmethod
     def of(cls, chosen: torch.Tensor, held: int, ranks: int) -> Choices:
-        """From the experts of each token, contiguous."""
+        """Return those of the experts of each token, contiguous."""
         return cls(chosen, Routes.to_ranks(chosen, held, ranks), Routes.of(chosen, held * ranks), held)
 
     @property
@@ -215,20 +215,17 @@ class Choices(NamedTuple):
 
     def packed(self, weights: torch.Tensor) -> torch.Tensor:
         """Return what goes with each row, float32 [R, `words`]; differentiable by the weights, [T, k]."""
-        rows, of_token = len(self.to_ranks.choices), self.chosen.shape[1]
+        rows, of_token, routes = len(self.to_ranks.choices), self.chosen.shape[1], self.to_ranks
 
         def forward(weights: torch.Tensor) -> torch.Tensor:
             words = weights.new_empty(rows, self.words, dtype=torch.float32)
             self._write(weights, words.view(torch.int32))
             return words
 
+        dtype = weights.dtype  # backward keeps no more than it reads
         return linear_map(
-            weights, forward, lambda gradient: self.sum_weights(gradient[:, 2 * of_token : 3 * of_token], weights.dtype)
+            weights, forward, lambda gradient: sum_of_rows(sent_weights(gradient, of_token), routes).to(dtype)
         )
-
-    def sum_weights(self, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the gradient of the weights, [T, k], of that of the rows' weights, [R, k]."""
-        return sum_of_rows(gradient, self.to_ranks).to(dtype)
 
 
 def sent_weights(words: torch.Tensor, of_token: int) -> torch.Tensor:
@@ -237,7 +234,7 @@ def sent_weights(words: torch.Tensor, of_token: int) -> torch.Tensor:
 
 
 def weighted_sum(rows: torch.Tensor, weights: torch.Tensor, routes: Routes) -> torch.Tensor:
-    """The sum over a token's rows times their weights; differentiable.
+    """Return the sum over a token's rows times their weights; differentiable.
 
     Args:
         rows: [R, H].

@@ -27,7 +27,7 @@ from fp8booster.kernels.expert_rows import count_choices, sender_begins
 from fp8booster.nn.experts.dispatch import Wire
 from fp8booster.nn.experts.fp8_rows import FP8Rows, Rows, packed, received_rows, why_not_before_sending
 from fp8booster.nn.experts.host_copy import HostCopy, Totals
-from fp8booster.nn.experts.routing import Choices, Routed, Routes, Sent, sent_weights
+from fp8booster.nn.experts.routing import Choices, Routed, Routes, Sent, sent_weights, sum_of_rows
 from fp8booster.nn.graphs.breaks import in_a_capture, run_eagerly
 from fp8booster.nn.linear.functional import linear_map, output_dtype
 from fp8booster.nn.weights.casting import Casts
@@ -214,7 +214,7 @@ class Spread:
         mix = partial(self._mix_by_numbers, experts, wire, casts, copy)
         sent = None if cast is None else (tuple(cast.matrix), *cast[1:])
         routes = tuple(map(tuple, (choices.to_ranks, choices.to_experts)))
-        made = run_eagerly(mix, tokens, weights, chosen, numbers, begins, routes, sent, message, words)
+        made = run_eagerly(mix, tokens, weights, choices.chosen, numbers, begins, routes, sent, message, words)
         mixed = wire.summed(made, choices.to_ranks).to(tokens.dtype)
         return mixed if added is None else mixed + added
 
@@ -239,12 +239,13 @@ class Spread:
         Here the host must know how many tokens are sent.
 
         Args:
-            experts, tokens, weights, chosen: as in `mix`.
+            experts, tokens, weights: as in `mix`.
+            chosen: likewise, contiguous.
             wire: on which rows go.
             casts: have cast the tokens.
             copy: of `numbers`, which are as `_told`; None: it begins here.
             begins: of the rows of what comes, as `sender_begins` gives them.
-            routes: fields of those of `Choices`.
+            routes: the fields of `Choices.to_ranks`, and of `Choices.to_experts`.
             sent: fields of `_Cast`; None: there is a message.
             message, words: the rows of the tokens, [R, W], and their choices, where tokens were not cast.
         """
@@ -264,16 +265,18 @@ class Spread:
         arrived: Rows
         if sent is not None and casts is not None and loads.all_cast():
             cast = _Cast(QuantizedMatrix(*sent[0]), *sent[1:])
-            arrived, words = self._exchange_cast(tokens, wire, casts, cast, choices, sizes)
-            of_rows = self._sent_as_cast(weights, words, choices, sizes)
+            arrived, with_rows = self._exchange_cast(tokens, wire, casts, cast, choices, sizes)
+            of_rows = self._sent_as_cast(weights, with_rows, choices, sizes)
         else:
             if message is None or words is None:
                 message, words = wire.spread(tokens, choices.to_ranks), choices.packed(weights)
                 self.way = _ENCODED.format("as another rank's experts read them otherwise")
-            payload, words = wire.exchanged_with(message, words, *sizes)
-            arrived, of_rows = wire.decoded(payload), sent_weights(words, of_token)
-        bits = words.detach().view(torch.int32)
-        routed = Sent(arrived, of_rows.to(weights.dtype), bits, numbers[1], begins, loads.by_expert)
+            payload, with_rows = wire.exchanged_with(message, words, *sizes)
+            arrived, of_rows = wire.decoded(payload), sent_weights(with_rows, of_token)
+        bits = with_rows.detach().view(torch.int32)
+        # what keeps the weights for backward is not to keep all that came
+        of_rows = of_rows.to(weights.dtype).contiguous()
+        routed = Sent(arrived, of_rows, bits, numbers[1], begins, loads.by_expert)
         # tokens of all these ranks add up here, and the gradient is to be a mean over ranks
         made = run(routed, 1 / self.ranks)
         if made.dtype is torch.float32:  # as products with weights are
@@ -324,22 +327,24 @@ class Spread:
         payload = sum(sizes.sent) * tokens.shape[1] * tokens.element_size()
         rows = send_rows(cast.rows, *sizes, self.group, form=casts.scaling, payload=payload)()
         values, words = choices.apart(rows)
+        routes = choices.to_ranks  # backward keeps no more than it reads
 
         def send_back(gradient: torch.Tensor) -> Callable[[], torch.Tensor]:
             arrives = wire.start(wire.encode(gradient), sizes.received, sizes.sent)
-            return lambda: wire.sum_of(arrives(), choices.to_ranks)
+            return lambda: wire.sum_of(arrives(), routes)
 
         values = values.view(cast.matrix.data.dtype)
         return received_rows(tokens, values, cast.matrix, cast.amax, send_back), words.view(torch.float32)
 
     def _sent_as_cast(self, weights: torch.Tensor, words: torch.Tensor, choices: Choices, sizes: Sizes) -> torch.Tensor:
         """Return the weights among words that came, float32 [U, k]; differentiable by this rank's, [T, k]."""
-        of_token, rows = weights.shape[1], len(choices.to_ranks.choices)
+        of_token, routes = weights.shape[1], choices.to_ranks
         wire, dtype = Wire(self.group, of_token, torch.float32, None, None), weights.dtype
 
         def back(gradient: torch.Tensor) -> torch.Tensor:
-            arrived = wire.start(gradient, sizes.received, sizes.sent, rows, async_op=False)()
-            return choices.sum_weights(arrived, dtype)
+            room = len(routes.choices)
+            arrived = wire.start(gradient, sizes.received, sizes.sent, room, async_op=False)()
+            return sum_of_rows(arrived, routes).to(dtype)
 
         return linear_map(weights, lambda _: sent_weights(words, of_token), back)
 
