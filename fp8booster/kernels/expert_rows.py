@@ -168,7 +168,7 @@ def place_sent(words: Tensor, told: Tensor, ends: Tensor, begins: Tensor, of_tok
     """
     experts, most = len(ends), most_counted_rows(counted, len(ends))
     own, before = (each.long() for each in words[:, : 2 * of_token].tensor_split(2, 1))
-    tokens = torch.arange(len(words), device=words.device)
+    tokens = torch.arange(len(words), dtype=torch.int64, device=words.device)
     sender = torch.searchsorted(told[:, experts + 1].cumsum(0), tokens, right=True)
     rows = begins.long()[sender.unsqueeze(1), own.clamp(max=experts - 1)] + before
     places = rows.masked_fill_(own >= experts, most).view(-1)

@@ -14,7 +14,6 @@ from fp8booster import FP8Config, FP8Linear, convert_to_fp8
 from fp8booster.config import Activations
 from fp8booster.nn.experts.fp8_experts import FP8Experts
 from fp8booster.nn.experts.grouped import GroupedExperts
-from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.fuse import fuse
 from fp8booster.nn.fused.merged_layers import merged_layers
 from fp8booster.nn.linear.layer import FP8Layer
@@ -94,7 +93,7 @@ def test_experts_cast_through_those_of_their_grouped_products() -> None:
     counts = [[16, 16, 16, 16]]
     grouped = GroupedExperts(experts())
     seen = [listed(casts) for casts in grouped.fp8_casts.values()]
-    called(grouped, tokens(counts).requires_grad_(), HostCopy(torch.tensor(counts))).sum().backward()
+    called(grouped, tokens(counts).requires_grad_(), counts).sum().backward()
     held = convert_to_fp8(nn.Sequential(Experts().bfloat16()), FP8Config(emulate=True, always=True))[0]
     assert isinstance(held, FP8Experts)
     seen += [listed(casts) for casts in held.fp8_casts.values()]

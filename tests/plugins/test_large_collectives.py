@@ -114,8 +114,8 @@ def test_large_collectives_between_experts_are_compressed(of: str) -> None:
     from tests.plugins import test_moe_hybrid_parallel
 
     sizes = (
-        # a row sent to experts has 16 bytes of scales at least
-        {"hidden_size": 512, "intermediate_size": 256, "vocab_size": VOCABULARY}
+        # a row sent to experts has 16 bytes of scales at least, and 32 of choices
+        {"hidden_size": 960, "intermediate_size": 256, "vocab_size": VOCABULARY}
         if of == "tokens"
         else {"hidden_size": 512, "intermediate_size": 1408, "vocab_size": VOCABULARY}
     )

@@ -57,7 +57,7 @@ class BatchedExperts(FP8Experts):
     def _in_grouped_products(self, *args: Tensor) -> Tensor:
         (rows,) = args
         experts = len(self.gate_up_proj)
-        chosen = torch.arange(experts, device=rows.device).repeat_interleave(len(rows) // experts)
+        chosen = torch.arange(experts, dtype=torch.int64, device=rows.device).repeat_interleave(len(rows) // experts)
         layout = RowLayout.of_choices(chosen.unsqueeze(1), experts)
         return self.on_rows(rows, layout, layout).to(rows.dtype)
 

@@ -305,7 +305,8 @@ def test_rows_come_where_they_were_sent_and_back(encoding: Encoding | None) -> N
 
 @ranks(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
-def test_words_go_with_rows_and_come_back_bit_for_bit(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("sizes", [((2, 3), (3, 2)), ((1, 0), (1, 0)), ((0, 1), (0, 0))], ids=str)
+def test_words_go_with_rows_and_come_back_bit_for_bit(sizes: tuple, dtype: torch.dtype) -> None:
     """Also those that are no numbers, or a zero with a sign, as autograd's sums would change them."""
     rank = dist.get_rank()
     generator = torch.Generator().manual_seed(0)
@@ -315,25 +316,44 @@ def test_words_go_with_rows_and_come_back_bit_for_bit(dtype: torch.dtype) -> Non
         whole = torch.iinfo(bits := {2: torch.int16, 4: torch.int32, 8: torch.int64}[of.itemsize])
         both = torch.randint(whole.min, whole.max, (2, 5, columns), dtype=bits, generator=generator)
         both[:, :2, 0] = whole.min  # -0.0
-        return both, both[rank].view(of)
+        return both, both[rank, : sum(sizes[rank])].view(of)
 
     payloads, payload = any_bits(dtype, 7)
     words, word = any_bits(torch.float32, 4)
-    gradients, gradient = any_bits(dtype, 7)
-    of_words, of_word = any_bits(torch.float32, 4)
     payload, word = payload.requires_grad_(), word.requires_grad_()
     wire = Wire(dist.group.WORLD, 7, dtype, None, None)
-    sent = [[2, 3], [3, 2]][rank]
-    received = [[2, 3], [3, 2]][rank]
-    found = wire.exchanged_with(payload, word, sent, received)
-    back = torch.autograd.grad(found, (payload, word), (gradient, of_word))
+    received = [of_sender[rank] for of_sender in sizes]
+    found = wire.exchanged_with(payload, word, list(sizes[rank]), received)
+    for got, both in zip(found, (payloads, words), strict=True):
+        parts = [of_sender[: sum(own)].split(own)[rank] for of_sender, own in zip(both, sizes, strict=True)]
+        assert torch.equal(got.detach().view(both.dtype), torch.cat(parts))
+    # what came goes back, and is what was sent
+    back = torch.autograd.grad(found, (payload, word), [each.detach() for each in found])
+    for got, given in zip(back, (payload, word), strict=True):
+        bits = payloads.dtype if given is payload else words.dtype
+        assert torch.equal(got.view(bits), given.detach().view(bits))
 
-    def exchanged(both: torch.Tensor) -> torch.Tensor:
-        one, other = both[0].split([2, 3]), both[1].split([3, 2])
-        return torch.cat([one[rank], other[rank]])
 
-    for got, both in zip((*found, *back), (payloads, words, gradients, of_words), strict=True):
-        assert torch.equal(got.detach().view(both.dtype), exchanged(both))
+@ranks(2)
+def test_anomalies_are_sought_among_numbers_alone() -> None:
+    tokens = torch.randn(60, 8).bfloat16().requires_grad_()
+    weights = torch.rand(60, 2, requires_grad=True)  # whose gradients in FP32 hold NaN as pairs of BF16
+    experts = experts_of(lambda routed, factor: weighted(routed.tokens, routed))
+    with torch.autograd.set_detect_anomaly(True):
+        mixed = Spread(2, dist.group.WORLD).mix(tokens, torch.arange(2).expand(60, 2), weights, experts)
+        (mixed * torch.randn_like(mixed)).sum().backward()
+    assert weights.grad.isfinite().all()
+
+
+@ranks(2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_tokens_in_another_dtype_than_that_of_autocast_are_sent(dtype: torch.dtype) -> None:
+    tokens, chosen = torch.randn(6, 8).to(dtype), torch.arange(2).expand(6, 2)
+    experts = experts_of(lambda routed, factor: weighted(routed.tokens, routed))
+    other = torch.float16 if dtype is torch.bfloat16 else torch.bfloat16
+    with torch.autocast("cpu", other):
+        mixed = Spread(2, dist.group.WORLD).mix(tokens, chosen, torch.full((6, 2), 0.5), experts)
+    torch.testing.assert_close(mixed, tokens, rtol=1e-2, atol=1e-2)
 
 
 @ranks(2)
