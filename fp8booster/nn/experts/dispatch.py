@@ -154,7 +154,7 @@ class Wire(NamedTuple):
 
 
 def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
-    """`x`; what lies before it gets its gradient times `factor`."""
+    """Return `x`; what lies before it gets its gradient times `factor`."""
     return x if factor == 1 else linear_map(x, lambda x: x.view_as(x), lambda gradient: gradient * factor)
 
 
