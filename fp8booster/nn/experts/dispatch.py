@@ -29,8 +29,8 @@ Send = Callable[[torch.Tensor], torch.Tensor]
 class _SentWith(torch.autograd.Function):
     """Sends rows of any dtype with words behind them, and their gradients back.
 
-    What is between is bytes: words may be NaN as numbers, which a sum or a search for NaN would change or report, and a
-    row of 16 bits need not end where a word can begin.
+    Nobody else sees what is between: words may be NaN as numbers, which a sum or a search for NaN would change or
+    report, and a row of 16 bits need not end where a word can begin.
     """
 
     @staticmethod
@@ -48,7 +48,8 @@ class _SentWith(torch.autograd.Function):
 
 def _exchanged(message: torch.Tensor, words: torch.Tensor, send: Send) -> tuple[torch.Tensor, torch.Tensor]:
     parts = [each.contiguous().view(torch.uint8) for each in (message, words)]
-    arrived = send(torch.cat(parts, 1)).tensor_split([parts[0].shape[1]], 1)
+    joined = torch.cat(parts, 1).view(message.dtype)  # as who counts what is sent knows it
+    arrived = send(joined).view(torch.uint8).tensor_split([parts[0].shape[1]], 1)
     # copies: a slice of one row is contiguous for torch, and may begin where no number can
     made = [each.clone(memory_format=torch.contiguous_format) for each in arrived]
     return made[0].view(message.dtype), made[1].view(words.dtype)
