@@ -1,4 +1,4 @@
-"""What carries tokens to experts on other ranks in FP8 and their sums back, and experts that run one by one.
+"""Carry tokens to experts on other ranks in FP8 and their sums back, and run experts one by one.
 
 Experts run one by one where grouped products (`nn.experts.grouped`) are not right or not faster. Each sees as many
 tokens as chose it. FP8 products need multiples of 16, so the cast of its input pads the rows (`kernels.cast`), and an

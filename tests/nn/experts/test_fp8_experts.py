@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -18,15 +17,12 @@ from fp8booster.config import Activations, Formats, WeightCopies
 from fp8booster.formats import E4M3, E5M2
 from fp8booster.nn.experts import grouped_linear, stack
 from fp8booster.nn.experts.fp8_experts import FP8Experts
-from fp8booster.nn.experts.parallel import spread_experts
 from fp8booster.nn.experts.row_layout import RowLayout
-from fp8booster.nn.experts.spread import spread_of
 from fp8booster.nn.graphs.capture import CapturedLayer
 from fp8booster.nn.graphs.eager import COUNTED
 from fp8booster.nn.graphs.held import Held
 from fp8booster.nn.linear import speed_model
 from fp8booster.nn.modules import mixed_class
-from tests.distributed import ranks
 from tests.kernels.grouped_stand_in import scaled_grouped_mm, stand_in
 from tests.nn.fsdp.resharding import follow_resharding
 from tests.nn.swapping import by_swapping
@@ -717,46 +713,3 @@ def test_calls_in_evaluation_tell_nothing_of_training(monkeypatch) -> None:
         f"experts in one parameter, in grouped products; not in FP8 for some calls: {otherwise}; {few}, {otherwise}"
     )
     assert experts.why_eager == COUNTED
-
-
-@ranks(2)
-@pytest.mark.parametrize("few", [0, 20])
-@pytest.mark.parametrize("fp8", [True, False])
-@pytest.mark.parametrize("form", [*FORMS, "with a norm that makes something of zeros"])
-def test_experts_of_every_form_compute_over_ranks_what_they_do_on_one(form: str, fp8: bool, few: int) -> None:
-    """Values, and gradients as data parallelism averages them; the first rank has few tokens, of uneven choices."""
-    torch.manual_seed(0)
-    whole = FORMS[form]() if form in FORMS else normed(nn.LayerNorm(HIDDEN))
-    for each in whole.parameters():
-        if each.dim() == 1:
-            nn.init.normal_(each)
-    whole = nn.Sequential(whole).to(torch.bfloat16 if fp8 else torch.float64)
-    spread = copy.deepcopy(whole)
-    (over,) = spread_experts(spread, dist.group.WORLD)
-    if fp8:
-        for model in (whole, spread):
-            convert_to_fp8(model, FP8Config(emulate=True, always=True))
-    dtype, rank, sizes = next(whole.parameters()).dtype, dist.get_rank(), [few, 30]
-    tokens, dy = (torch.randn(sum(sizes), HIDDEN).to(dtype) for _ in range(2))
-    chosen = torch.rand(sum(sizes), EXPERTS).square().topk(EACH).indices
-    weights = torch.rand(chosen.shape).to(dtype)
-
-    def run(model: nn.Sequential, part: slice) -> dict[str, torch.Tensor]:
-        x, of_rows = (each[part].clone().requires_grad_() for each in (tokens, weights))
-        y = model[0](x, chosen[part], of_rows)
-        y.backward(dy[part])
-        gradients = {name: each.grad for name, each in model.named_parameters()}
-        return {"y": y.detach(), "x": x.grad, "weights": of_rows.grad, **gradients}
-
-    own = slice(few) if rank == 0 else slice(few, None)
-    expected, found = run(whole, slice(None)), run(spread, own)
-    for name, right in expected.items():
-        got = found[name]
-        if name in ("y", "x", "weights"):
-            right = right[own]
-        elif spread_of(spread.get_parameter(name)) is not None:
-            right = over.own(right) / 2
-        else:
-            dist.all_reduce(got)
-        got, right = got.double(), right.double()
-        assert (got - right).norm() <= (TOLERANCES.get(form, 0.15) if fp8 else 1e-6) * right.norm(), name

@@ -20,6 +20,7 @@ from fp8booster.nn.modules import held_by_modules
 from tests.colossal.models import tiny_llama
 from tests.distributed import ranks
 from tests.nn.experts.families import BALANCED, EXPERTS, FAMILIES, batch_of, tiny_mixture
+from tests.nn.experts.test_fp8_experts import FORMS, HIDDEN, TOLERANCES, normed
 
 Gradients = dict[str, torch.Tensor]
 
@@ -330,3 +331,46 @@ def test_the_report_counts_the_tokens_of_each_expert(family: str, in_fp8: bool) 
     with torch.no_grad():
         spread.eval()(input_ids=torch.zeros(2, 9, dtype=torch.int64))
     assert report(spread).loads == loads  # of training alone
+
+
+@ranks(2)
+@pytest.mark.parametrize("few", [0, 20])
+@pytest.mark.parametrize("fp8", [True, False])
+@pytest.mark.parametrize("form", [*FORMS, "with a norm that makes something of zeros"])
+def test_experts_of_every_form_compute_over_ranks_what_they_do_on_one(form: str, fp8: bool, few: int) -> None:
+    """Values, and gradients as data parallelism averages them; the first rank has few tokens, of uneven choices."""
+    torch.manual_seed(0)
+    whole = FORMS[form]() if form in FORMS else normed(nn.LayerNorm(HIDDEN))
+    for each in whole.parameters():
+        if each.dim() == 1:
+            nn.init.normal_(each)
+    whole = nn.Sequential(whole).to(torch.bfloat16 if fp8 else torch.float64)
+    spread = copy.deepcopy(whole)
+    (over,) = spread_experts(spread, dist.group.WORLD)
+    if fp8:
+        for model in (whole, spread):
+            convert_to_fp8(model, FP8Config(emulate=True, always=True))
+    dtype, rank, sizes = next(whole.parameters()).dtype, dist.get_rank(), [few, 30]
+    tokens, dy = (torch.randn(sum(sizes), HIDDEN).to(dtype) for _ in range(2))
+    chosen = torch.rand(sum(sizes), len(whole[0].down_proj)).square().topk(2).indices
+    weights = torch.rand(chosen.shape).to(dtype)
+
+    def run(model: nn.Sequential, part: slice) -> dict[str, torch.Tensor]:
+        x, of_rows = (each[part].clone().requires_grad_() for each in (tokens, weights))
+        y = model[0](x, chosen[part], of_rows)
+        y.backward(dy[part])
+        gradients = {name: each.grad for name, each in model.named_parameters()}
+        return {"y": y.detach(), "x": x.grad, "weights": of_rows.grad, **gradients}
+
+    own = slice(few) if rank == 0 else slice(few, None)
+    expected, found = run(whole, slice(None)), run(spread, own)
+    for name, right in expected.items():
+        got = found[name]
+        if name in ("y", "x", "weights"):
+            right = right[own]
+        elif spread_of(spread.get_parameter(name)) is not None:
+            right = over.own(right) / 2
+        else:
+            dist.all_reduce(got)
+        got, right = got.double(), right.double()
+        assert (got - right).norm() <= (TOLERANCES.get(form, 0.15) if fp8 else 1e-6) * right.norm(), name
