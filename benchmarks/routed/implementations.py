@@ -18,8 +18,8 @@ from benchmarks.harness.timing import let_weights_stay
 from benchmarks.routed.work import Products, Work
 from fp8booster import FP8Config, convert_to_fp8
 from fp8booster.nn.experts import grouped_linear
-from fp8booster.nn.experts.dispatch import run_experts
 from fp8booster.nn.experts.grouped_linear import GroupedWeight, cast_experts
+from fp8booster.nn.experts.one_by_one import run_experts
 from fp8booster.nn.weights.casting import Casts
 
 CONFIG = FP8Config(layers=lambda *_: True, always=True)

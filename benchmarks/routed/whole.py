@@ -12,8 +12,8 @@ from benchmarks.harness.timing import let_weights_stay
 from benchmarks.routed.implementations import BASELINE, CONFIG, Candidate, Implementation
 from benchmarks.routed.work import ByExpert, ExpertLayer, Products, uneven_loads
 from fp8booster import convert_to_fp8
-from fp8booster.nn.experts.dispatch import run_experts
 from fp8booster.nn.experts.grouped import GroupedExperts
+from fp8booster.nn.experts.one_by_one import run_experts
 from fp8booster.nn.fused import fuse_blocks
 
 

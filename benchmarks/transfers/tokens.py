@@ -14,11 +14,11 @@ from fp8booster.comm.rows import send_rows
 from fp8booster.kernels.cast import partial_amaxes
 from fp8booster.kernels.expert_rows import WORD, sender_begins
 from fp8booster.kernels.token_rows import gather_rows
-from fp8booster.nn.experts.dispatch import Wire
 from fp8booster.nn.experts.fp8_rows import packed, received_rows
 from fp8booster.nn.experts.routing import Choices, Routes, count_rows, rows_of, sent_weights, weighted_sum
 from fp8booster.nn.experts.row_layout import RowLayout
 from fp8booster.nn.experts.spread import Sizes, Spread
+from fp8booster.nn.experts.wire import Wire
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.scaling import INPUT
 
@@ -103,8 +103,10 @@ class Work:
         return loads.cpu()
 
     def layout(self, words: torch.Tensor) -> RowLayout:
-        """Return where grouped products have tokens that came with words of choices, int32 [U, words]."""
-        return RowLayout.of_sent(words, self.told, *self.begins, self.chosen.shape[1], sum(self.received))
+        """Return where grouped products have tokens that came with words of choices, float32 [U, words]."""
+        return RowLayout.of_sent(
+            words.view(torch.int32), self.told, *self.begins, self.chosen.shape[1], sum(self.received)
+        )
 
 
 class Way(NamedTuple):
@@ -157,12 +159,12 @@ def encoded(work: Work, made: torch.Tensor) -> tuple[Way, Way]:
 
     sent = wire.rows_of(work.tokens, work.to_ranks)
     _, words = wire.exchanged_with(sent, work.choices.packed(work.weights), *work.sizes)
-    layout = work.layout(words.view(torch.int32))
+    layout = work.layout(words)
 
     def dispatch() -> torch.Tensor:
         sent = wire.rows_of(work.tokens, work.to_ranks)
         payload, words = wire.exchanged_with(sent, work.choices.packed(work.weights), *work.sizes)
-        choices = work.layout(words.view(torch.int32)).choices
+        choices = work.layout(words).choices
         return wire.decode(payload).index_select(0, choices.clamp(min=0).div(layout.of_token, rounding_mode="floor"))
 
     own = words.view(torch.int32)[:, : layout.of_token]

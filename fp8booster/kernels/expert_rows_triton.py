@@ -73,7 +73,7 @@ def begin_kernel(
     """One program finds where experts begin and end."""
     start = 0
     padding = tl.arange(0, ALIGNMENT)[None, :]
-    PADDED: tl.constexpr = ALIGNMENT > 1
+    IS_PADDED: tl.constexpr = ALIGNMENT > 1
     for first in tl.range(0, experts, EXPERTS):
         expert = first + tl.arange(0, EXPERTS)
         inside = expert < experts
@@ -86,17 +86,16 @@ def begin_kernel(
             tl.store(place, tl.cumsum(count, 0) - count + total[None, :], mask=known)
             total += tl.sum(count, 0)
         size = tl.where(inside, total, 0)
-        if PADDED:
+        if IS_PADDED:
             size = padded_size(total, inside, ALIGNMENT)
         end = start + tl.cumsum(size, 0)
         tl.store(starts + expert, end - size, mask=inside)
-        tl.store(ends + expert, tl.where(PADDED & (expert == experts - 1), most, end), mask=inside)
-        if PADDED:
+        tl.store(ends + expert, tl.where(IS_PADDED & (expert == experts - 1), most, end), mask=inside)
+        if IS_PADDED:
             row = (end - size + total)[:, None] + padding
-            unused = (row < end[:, None]) & (row < most)
-            tl.store(held + row, tl.full([EXPERTS, ALIGNMENT], -1, tl.int32), mask=unused)
+            tl.store(held + row, tl.full([EXPERTS, ALIGNMENT], -1, tl.int32), mask=row < end[:, None])
         start += tl.sum(size, 0)
-    if PADDED:  # what is spare
+    if IS_PADDED:  # what is spare
         for first in tl.range(start, most, EXPERTS * ALIGNMENT):
             row = first + tl.arange(0, EXPERTS * ALIGNMENT)
             tl.store(held + row, tl.full([EXPERTS * ALIGNMENT], -1, tl.int32), mask=row < most)

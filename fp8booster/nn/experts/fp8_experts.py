@@ -20,9 +20,9 @@ from fp8booster.config import FP8Config
 from fp8booster.kernels.activation import RowWeights
 from fp8booster.kernels.device import require_fp8
 from fp8booster.nn.experts.calls import Calls
-from fp8booster.nn.experts.dispatch import scale_gradient
 from fp8booster.nn.experts.fp8_rows import Rows, read_of
 from fp8booster.nn.experts.loads import note_choice
+from fp8booster.nn.experts.one_by_one import scale_gradient
 from fp8booster.nn.experts.own_code import why_own_code
 from fp8booster.nn.experts.routing import Routed
 from fp8booster.nn.experts.row_layout import RowLayout
@@ -268,16 +268,15 @@ class FP8Experts(FP8Module):
     def _mixed(self, routed: Routed, factor: float = 1.0) -> torch.Tensor:
         """Return the weighted sum of what each token's experts make of it; `factor` as in `on_rows`."""
         tokens, weights, count = routed.tokens, routed.weights, len(getattr(self, _DOWN))
-        layout, has_norm = routed.layout(count), vars(self).get("has_post_expert_norm")
-        chosen = routed.chosen if self.has_bias or has_norm else None
-        if not has_norm or chosen is None:
+        layout, chosen = routed.layout(count), routed.chosen if self.has_bias else None
+        if not vars(self).get("has_post_expert_norm"):
             return self.on_rows(tokens, layout, layout, chosen, weights, factor)
         # a norm sees the rows as they are: their weights come after it. No factor for its parameters, of which each
         # rank has a copy, and a part of the gradient
         rows = self.on_rows(tokens, layout, layout.by_choice(), chosen, factor=factor)
         norm: Any = self.post_expert_norm
         rows = norm(rows).to(rows.dtype).view(*weights.shape, rows.shape[1])
-        rows = rows.masked_fill((chosen >= count).unsqueeze(2), 0)  # a norm may make something of zeros
+        rows = rows.masked_fill((routed.chosen >= count).unsqueeze(2), 0)  # a norm may make something of zeros
         return (rows * weights.unsqueeze(2)).sum(1)
 
     def on_rows(

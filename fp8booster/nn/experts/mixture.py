@@ -22,10 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8booster.nn.experts.dispatch import run_experts
 from fp8booster.nn.experts.gated import readers_in_fp8
 from fp8booster.nn.experts.grouped import GroupedExperts
 from fp8booster.nn.experts.loads import note_choice
+from fp8booster.nn.experts.one_by_one import run_experts
 from fp8booster.nn.experts.routing import Routed
 from fp8booster.nn.experts.spread import EXCHANGED, Run, Spread, sent_over, spread_of
 from fp8booster.nn.fused.trials import computes, numbers, on_numbers

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fp8booster.nn.experts.dispatch import scale_gradient
 from fp8booster.nn.experts.fp8_experts import are_experts, why_not_called_so
 from fp8booster.nn.experts.fp8_rows import values_of
 from fp8booster.nn.experts.loads import note_choice
 from fp8booster.nn.experts.mixture import mixin_of
+from fp8booster.nn.experts.one_by_one import scale_gradient
 from fp8booster.nn.experts.routing import Routed, Routes, rows_of, weighted_sum
 from fp8booster.nn.experts.spread import EXCHANGED, Run, Spread, mark_spread
 from fp8booster.nn.graphs.eager import COUNTED

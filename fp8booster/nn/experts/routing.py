@@ -136,7 +136,7 @@ class Routes(NamedTuple):
 
     @property
     def tokens(self) -> torch.Tensor:
-        """The token of each row, int32 [R]."""
+        """Return the token of each row, int32 [R]."""
         return self.choices.div(self.places.shape[1], rounding_mode="floor")
 
 
@@ -205,9 +205,9 @@ class Choices(NamedTuple):
         return rows
 
     def apart(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what `with_rows` joined, of some rows: uint8 [R, C], and int32 [R, `words`]."""
+        """Return what `with_rows` joined, of some rows: uint8 [R, C], and float32 [R, `words`]."""
         columns = rows.shape[1] - WORD * self.words
-        return rows[:, :columns], rows[:, columns:].view(torch.int32)
+        return rows[:, :columns], rows[:, columns:].view(torch.float32)
 
     def _write(self, weights: torch.Tensor, words: torch.Tensor) -> None:
         (choices, _, _), (_, places, ends) = self.to_ranks, self.to_experts

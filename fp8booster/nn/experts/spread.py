@@ -24,10 +24,10 @@ from fp8booster.comm.encoding import Encoding
 from fp8booster.comm.rows import send_rows
 from fp8booster.kernels.cast import partial_amaxes
 from fp8booster.kernels.expert_rows import count_choices, sender_begins
-from fp8booster.nn.experts.dispatch import Wire
 from fp8booster.nn.experts.fp8_rows import FP8Rows, Rows, packed, received_rows, why_not_before_sending
 from fp8booster.nn.experts.host_copy import HostCopy, Totals
 from fp8booster.nn.experts.routing import Choices, Routed, Routes, Sent, sent_weights, sum_of_rows
+from fp8booster.nn.experts.wire import Wire
 from fp8booster.nn.graphs.breaks import in_a_capture, run_eagerly
 from fp8booster.nn.linear.functional import linear_map, output_dtype
 from fp8booster.nn.weights.casting import Casts
@@ -334,7 +334,7 @@ class Spread:
             return lambda: wire.sum_of(arrives(), routes)
 
         values = values.view(cast.matrix.data.dtype)
-        return received_rows(tokens, values, cast.matrix, cast.amax, send_back), words.view(torch.float32)
+        return received_rows(tokens, values, cast.matrix, cast.amax, send_back), words
 
     def _sent_as_cast(self, weights: torch.Tensor, words: torch.Tensor, choices: Choices, sizes: Sizes) -> torch.Tensor:
         """Return the weights among words that came, float32 [U, k]; differentiable by this rank's, [T, k]."""

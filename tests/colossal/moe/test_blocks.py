@@ -15,10 +15,11 @@ import fp8booster.colossal  # noqa: F401  (patches colossalai before it is impor
 from fp8booster import FP8Config, comm, convert_to_fp8, report
 from fp8booster.comm import Encoding
 from fp8booster.monitor.traffic import count_traffic
-from fp8booster.nn.experts.dispatch import Wire, run_experts
 from fp8booster.nn.experts.host_copy import HostCopy
+from fp8booster.nn.experts.one_by_one import run_experts
 from fp8booster.nn.experts.routing import Routed
 from fp8booster.nn.experts.spread import Run, Spread
+from fp8booster.nn.experts.wire import Wire
 from tests.colossal.moe.models import EXPERTS, DeepseekMoE, deepseek_v3_block, tiny_mixtral
 from tests.distributed import ranks
 

@@ -20,8 +20,8 @@ from fp8booster.config import Activations, Formats, WeightCopies
 from fp8booster.formats import E5M2
 from fp8booster.nn.experts import grouped as module
 from fp8booster.nn.experts import stack
-from fp8booster.nn.experts.dispatch import run_experts
 from fp8booster.nn.experts.grouped import Grouped, GroupedExperts
+from fp8booster.nn.experts.one_by_one import run_experts
 from fp8booster.nn.experts.routing import Routed
 from fp8booster.nn.fused.decoder import mix
 from fp8booster.nn.fused.part import FusedGatedMLP

@@ -1,14 +1,8 @@
-"""Carry tokens to experts on other ranks in FP8 and their sums back, and run experts one by one.
-
-Experts run one by one where grouped products (`nn.experts.grouped`) are not right or not faster. Each sees as many
-tokens as chose it. FP8 products need multiples of 16, so the cast of its input pads the rows (`kernels.cast`), and an
-expert without tokens computes an empty product. Its weight gradient is zero: every rank has a gradient for every expert
-that it holds, in the same order, as reductions over ranks need it.
-"""
+"""Rows of tokens between the ranks that hold experts, encoded in FP8 where that gains, and their gradients back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,12 +10,8 @@ import torch.distributed as dist
 
 from fp8booster.comm.encoding import Encoding
 from fp8booster.comm.rows import decode_rows, encode_rows, send_rows, sum_rows, why_not_encoded
-from fp8booster.nn.experts.fp8_rows import FP8Rows, values_of, with_amax
-from fp8booster.nn.experts.routing import Routed, Routes, rows_of, sum_of_rows, weighted_sum
+from fp8booster.nn.experts.routing import Routes, sum_of_rows
 from fp8booster.nn.linear.functional import linear_map, once_differentiable
-
-Expert = Callable[[torch.Tensor], torch.Tensor]
-
 
 Send = Callable[[torch.Tensor], torch.Tensor]
 
@@ -152,35 +142,3 @@ class Wire(NamedTuple):
         return send_rows(
             rows, sent, received, self.group, form=form, payload=payload, why_not=why_not, room=room, async_op=async_op
         )
-
-
-def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
-    """Return `x`; what lies before it gets its gradient times `factor`."""
-    return x if factor == 1 else linear_map(x, lambda x: x.view_as(x), lambda gradient: gradient * factor)
-
-
-def run_experts(routed: Routed, experts: Sequence[Expert], factor: float = 1.0) -> torch.Tensor:
-    """Compute each expert on its tokens, one by one; the host waits for how many these are.
-
-    Args:
-        routed: experts read values of tokens in FP8.
-        experts: of this rank; one without tokens is called on none.
-        factor: multiplies the gradients of the experts' weights, and not those of the tokens.
-
-    Returns:
-        The weighted sum of what each token's experts make of it, [T, H'], of the dtype that they give.
-    """
-    tokens = routed.tokens
-    if isinstance(tokens, FP8Rows) and torch.is_inference_mode_enabled():
-        # tensors of that mode carry no amax, without which experts would round the values a second time
-        with torch.inference_mode(False), torch.no_grad():
-            return run_experts(routed, experts, factor)
-    counts = routed.counts(len(experts))
-    routes = Routes.of(routed.chosen, len(experts), routed.rows)
-    rows = rows_of(values_of(tokens), routes)  # queued before the host waits
-    results = []
-    for expert, x in zip(experts, rows.split(counts.tolist()[0]), strict=True):
-        # times the factor behind the expert and its inverse before it: its weights alone see the factor
-        y = expert(with_amax(scale_gradient(x, 1 / factor), tokens))
-        results.append(scale_gradient(y, factor))
-    return weighted_sum(torch.cat(results), routed.weights, routes)
