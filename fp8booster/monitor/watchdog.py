@@ -77,15 +77,14 @@ class Course:
         self._steps: list[int] = []
         self._values: list[float] = []
         self._apart = 0
-        self._last = 0.0
+        self._last: float | None = None
 
     def growth(self, step: int, value: float) -> float | None:
-        """Add the sample of a step, above 0; return the less of the last two over what was expected.
+        """Add the sample of a step, above 0; return the less of the last two over what was expected of each.
 
         None for the first ones, and after steps without samples, which leave nothing to expect.
         """
-        expected = self._expected(step)
-        lower, self._last = min(value, self._last), value
+        before, self._last = self._last, self._over(step, value)
         if not self._steps or step - self._steps[-1] >= self._apart:
             self._steps.append(step)
             self._values.append(value)
@@ -93,20 +92,23 @@ class Course:
                 # of every second one, so that those that are left are spread over the whole run
                 del self._steps[1::2], self._values[1::2]
                 self._apart = self._steps[-1] - self._steps[-2]
-        return None if expected is None else lower / expected
+        return None if before is None or self._last is None else min(before, self._last)
 
-    def _expected(self, step: int) -> float | None:
-        # without the last, which is judged with the one that comes
-        steps, values = self._steps[:-1], self._values[:-1]
-        if len(values) < _FEWEST or step > _REACH * steps[-1]:
+    def _over(self, step: int, value: float) -> float | None:
+        """Return a value over what was expected of it."""
+        # a run that goes back to a checkpoint gives steps again
+        if len(self._values) < _FEWEST or not self._steps[-1] < step <= _REACH * self._steps[-1]:
             return None
+        steps, values = [*self._steps, step], [*self._values, value]
         # step 1 is sampled in place of step 0: an interval before the second sample
         steps[0] = max(0, min(steps[0], 2 * steps[1] - steps[2]))
-        # evenly over the steps, for a resumed run may sample at another interval
-        before = np.interp(np.linspace(steps[0], steps[-1], len(steps)), steps, values)
-        # medians, over all steps and over the first half, stand for a half and a quarter of the steps
-        half, quarter = float(np.median(before)), float(np.median(before[: len(before) // 2]))
-        return half * max(1.0, half / quarter)
+        # evenly over the steps, for a resumed run may sample at another interval; a multiple of four intervals
+        quarters = len(steps) // 4
+        evenly = np.interp(np.linspace(steps[0], step, 4 * quarters + 1), steps, values)
+        # medians, over all steps and over the first half, stand for a half and a quarter of the steps: of this one too,
+        # or it would be compared with less than half where samples are few
+        half, quarter = float(np.median(evenly)), float(np.median(evenly[: 2 * quarters + 1]))
+        return value / (half * max(1.0, half / quarter))
 
 
 class Warnings:
