@@ -370,7 +370,8 @@ def test_moe_sends_at_most_0_52_of_the_bytes(mode: str) -> None:
         assert rows["all_to_all_single"].ratio < 0.52
         assert rows["all_to_all_single"].calls == 2 * 4
         assert not rows["all_to_all_single"].uncompressed
-        assert ("all_to_all_single", torch.bfloat16) not in found.counts
+        # the gradients of the routers' weights, one message a layer
+        assert found.counts["all_to_all_single", torch.bfloat16].calls == 2
     else:  # half of each gradient, of 2 bytes a value, goes to the other rank, once
         trained = sum(parameter.numel() for parameter in run.model.unwrap().parameters())
         assert rows["reduce_scatter_tensor"].raw_bytes == trained

@@ -11,6 +11,7 @@ right or not faster the implementation that was chosen runs. All experts of a pa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -267,14 +268,15 @@ class FP8Experts(FP8Module):
 
     def _mixed(self, routed: Routed, factor: float = 1.0) -> torch.Tensor:
         """Return the weighted sum of what each token's experts make of it; `factor` as in `on_rows`."""
-        tokens, weights, count = routed.tokens, routed.weights, len(getattr(self, _DOWN))
+        tokens, count = routed.tokens, len(getattr(self, _DOWN))
         layout, chosen = routed.layout(count), routed.chosen if self.has_bias else None
         if not vars(self).get("has_post_expert_norm"):
-            return self.on_rows(tokens, layout, layout, chosen, weights, factor)
+            return self.on_rows(tokens, layout, layout, chosen, lambda: routed.weights, factor)
         # a norm sees the rows as they are: their weights come after it. No factor for its parameters, of which each
         # rank has a copy, and a part of the gradient
         rows = self.on_rows(tokens, layout, layout.by_choice(), chosen, factor=factor)
         norm: Any = self.post_expert_norm
+        weights = routed.weights
         rows = norm(rows).to(rows.dtype).view(*weights.shape, rows.shape[1])
         rows = rows.masked_fill((routed.chosen >= count).unsqueeze(2), 0)  # a norm may make something of zeros
         return (rows * weights.unsqueeze(2)).sum(1)
@@ -285,7 +287,7 @@ class FP8Experts(FP8Module):
         reads: RowLayout,
         sums: RowLayout,
         chosen: torch.Tensor | None = None,
-        weights: torch.Tensor | None = None,
+        weights: Callable[[], torch.Tensor] | None = None,
         factor: float = 1.0,
     ) -> torch.Tensor:
         """Return what experts make of tokens, summed, where `runs_on` is true.
@@ -295,7 +297,7 @@ class FP8Experts(FP8Module):
             reads, sums: as in `run_stacks`; the same where there are weights.
             chosen: integers [T, k], the experts of each token, for experts with biases. One that is as large as their
                 number has no row.
-            weights: [T, k] of the routers; None: 1.
+            weights: gives those of the routers, [T, k], when the first product is queued; None: they are 1.
             factor: multiplies the gradients of the experts' parameters, and not those of the tokens.
 
         Returns:
@@ -311,13 +313,13 @@ class FP8Experts(FP8Module):
                 owned = x.new_zeros(len(x) + 1, count)
                 owned.index_put_((reads.places.flatten(), owners.flatten()), x.new_ones(()))
                 x = self._add_bias(x, up, owned[:-1], factor)
-            return self._activated(x, reads, weights)
+            return self._activated(x, reads, None if weights is None else weights())
 
         up_stack, down_stack = (self._stack(name, factor) for name in (up, down))
         y = run_stacks(tokens.to(torch.bfloat16), reads, up_stack, activation, down_stack, sums)
         if owners is not None and chosen is not None:
             # what experts add is summed as they are: times the routers' weights, of which a token has few
-            shares = torch.ones_like(owners, dtype=y.dtype) if weights is None else weights.to(y.dtype)
+            shares = torch.ones_like(owners, dtype=y.dtype) if weights is None else weights().to(y.dtype)
             shares = shares.masked_fill(chosen >= count, 0)
             owned = y.new_zeros(len(y), count)
             places, shares = (each.reshape(*sums.places.shape) for each in (owners, shares))

@@ -187,8 +187,12 @@ class GroupedExperts:
             layout = routed.layout(len(self.experts))
             up, down, saving = layers or self._layers(looked, routed.tokens)
             up.factor = down.factor = factor
-            of_rows = RowWeights(routed.weights.contiguous(), layout.choices)
-            activation = partial(activate, gated=True, saving=saving, weights=of_rows)
+
+            def activation(x: torch.Tensor) -> torch.Tensor:
+                # weights are read here, behind the launch of a product: those that were sent take the host a while
+                of_rows = RowWeights(routed.weights.contiguous(), layout.choices)
+                return activate(x, gated=True, saving=saving, weights=of_rows)
+
             return run_stacks(routed.tokens.to(torch.bfloat16), layout, up, activation, down, layout)
 
         return self._gathered(looked.look, compute)

@@ -8,6 +8,7 @@ back: a token's rows are added up where they lie, not row by row at the token's 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -31,12 +32,17 @@ class Routed:
     """
 
     def __init__(self, tokens: Rows, chosen: torch.Tensor, weights: torch.Tensor) -> None:
-        self.tokens, self.weights, self._chosen = tokens, weights, chosen
+        self.tokens, self._chosen, self._weights = tokens, chosen, weights
 
     @property
     def chosen(self) -> torch.Tensor:
         """Return the experts of each token, integers [T, k]; one elsewhere has the number of the experts here."""
         return self._chosen
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """Return those of the results, [T, k]."""
+        return self._weights
 
     @property
     def rows(self) -> int:
@@ -56,7 +62,9 @@ class Sent(Routed):
     """Tokens that came from several ranks.
 
     Args:
-        tokens, weights: as of `Routed`.
+        tokens: as of `Routed`.
+        of_token: the choices of a token, k.
+        weights: gives their weights, [T, k], where they are read: an experts' product is queued before.
         words: int32 [T, words], each row contiguous: their choices, as `pack_choices` wrote them.
         told: as `place_sent` takes it.
         begins: as `sender_begins` gives them.
@@ -66,19 +74,25 @@ class Sent(Routed):
     def __init__(
         self,
         tokens: Rows,
-        weights: torch.Tensor,
+        of_token: int,
+        weights: Callable[[], torch.Tensor],
         words: torch.Tensor,
         told: torch.Tensor,
         begins: tuple[torch.Tensor, torch.Tensor],
         counts: HostCopy,
     ) -> None:
-        self.tokens, self.weights = tokens, weights
+        self.tokens, self._of_token, self._give_weights = tokens, of_token, weights
         self._words, self._told, self._begins, self._counts = words, told, begins, counts
 
     @cached_property
     def chosen(self) -> torch.Tensor:
         """Return what `Routed` does, int64, which few ask for."""
-        return self._words[:, : self.weights.shape[1]].to(torch.int64)
+        return self._words[:, : self._of_token].to(torch.int64)
+
+    @cached_property
+    def weights(self) -> torch.Tensor:
+        """Return what `Routed` does."""
+        return self._give_weights()
 
     @property
     def rows(self) -> int:
@@ -91,7 +105,7 @@ class Sent(Routed):
 
     def layout(self, experts: int) -> RowLayout:
         """Return what `Routed` does."""
-        return RowLayout.of_sent(self._words, self._told, *self._begins, self.weights.shape[1], self.rows)
+        return RowLayout.of_sent(self._words, self._told, *self._begins, self._of_token, self.rows)
 
 
 class Routes(NamedTuple):

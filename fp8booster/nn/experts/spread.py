@@ -266,17 +266,15 @@ class Spread:
         if sent is not None and casts is not None and loads.all_cast():
             cast = _Cast(QuantizedMatrix(*sent[0]), *sent[1:])
             arrived, with_rows = self._exchange_cast(tokens, wire, casts, cast, choices, sizes)
-            of_rows = self._sent_as_cast(weights, with_rows, choices, sizes)
+            give_weights = partial(self._sent_as_cast, weights, with_rows, choices, sizes)
         else:
             if message is None or words is None:
                 message, words = wire.spread(tokens, choices.to_ranks), choices.packed(weights)
                 self.way = _ENCODED.format("as another rank's experts read them otherwise")
             payload, with_rows = wire.exchanged_with(message, words, *sizes)
-            arrived, of_rows = wire.decoded(payload), sent_weights(with_rows, of_token)
+            arrived, give_weights = wire.decoded(payload), partial(_own_weights, with_rows, weights)
         bits = with_rows.detach().view(torch.int32)
-        # what keeps the weights for backward is not to keep all that came
-        of_rows = of_rows.to(weights.dtype).contiguous()
-        routed = Sent(arrived, of_rows, bits, numbers[1], begins, loads.by_expert)
+        routed = Sent(arrived, of_token, give_weights, bits, numbers[1], begins, loads.by_expert)
         # tokens of all these ranks add up here, and the gradient is to be a mean over ranks
         made = run(routed, 1 / self.ranks)
         if made.dtype is torch.float32:  # as products with weights are
@@ -337,16 +335,21 @@ class Spread:
         return received_rows(tokens, values, cast.matrix, cast.amax, send_back), words
 
     def _sent_as_cast(self, weights: torch.Tensor, words: torch.Tensor, choices: Choices, sizes: Sizes) -> torch.Tensor:
-        """Return the weights among words that came, float32 [U, k]; differentiable by this rank's, [T, k]."""
-        of_token, routes = weights.shape[1], choices.to_ranks
-        wire, dtype = Wire(self.group, of_token, torch.float32, None, None), weights.dtype
+        """Return the weights among words that came, [U, k]; differentiable by this rank's, [T, k]."""
+        routes, wire = choices.to_ranks, Wire(self.group, weights.shape[1], weights.dtype, None, None)
 
         def back(gradient: torch.Tensor) -> torch.Tensor:
-            room = len(routes.choices)
-            arrived = wire.start(gradient, sizes.received, sizes.sent, room, async_op=False)()
-            return sum_of_rows(arrived, routes).to(dtype)
+            return sum_of_rows(wire.start(gradient, sizes.received, sizes.sent, async_op=False)(), routes)
 
-        return linear_map(weights, lambda _: sent_weights(words, of_token), back)
+        return linear_map(weights, lambda weights: _own_weights(words, weights), back)
+
+
+def _own_weights(words: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return the weights among words, [U, k], of the dtype of this rank's, [T, k].
+
+    They lie in memory of their own: what keeps them for backward does not keep all that came.
+    """
+    return sent_weights(words, like.shape[1]).to(like.dtype, memory_format=torch.contiguous_format, copy=True)
 
 
 _SPREAD = "fp8_spread"

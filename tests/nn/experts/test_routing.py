@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fp8booster.kernels.expert_rows import sender_begins
 from fp8booster.nn.experts.host_copy import HostCopy
-from fp8booster.nn.experts.routing import Choices, Routes, count_rows, rows_of, sent_weights, weighted_sum
+from fp8booster.nn.experts.routing import Choices, Routes, Sent, count_rows, rows_of, sent_weights, weighted_sum
 
 EXPERTS = 6
 
@@ -98,6 +99,24 @@ def test_choices_go_with_tokens_and_their_gradients_come_back() -> None:
     assert torch.equal(of_rows, weights[[0, 1, 0, 1]])
     (of_rows * (own < 2) * torch.arange(1, 5).unsqueeze(1)).sum().backward()
     assert weights.grad.tolist() == [[3, 1, 1], [2, 2, 4]]  # by the rows on whose ranks they are used
+
+
+def test_weights_that_were_sent_are_read_once_and_where_they_are_asked_for() -> None:
+    told = torch.tensor([[2, 2, 0, 3, 0]])  # by a rank: choices of each of two experts, and behind them tokens
+    words = Choices.of(torch.tensor([[0, 1], [0, 3], [1, 2]]), 2, 2).packed(torch.rand(3, 2))[:3]
+    asked: list[int] = []
+
+    def weights() -> torch.Tensor:
+        asked.append(1)
+        return sent_weights(words, 2)
+
+    counts = HostCopy(torch.tensor([[2, 2]]))
+    sent = Sent(torch.ones(3, 4), 2, weights, words.view(torch.int32), told, sender_begins(told, 2), counts)
+    assert (sent.rows, sent.chosen.tolist()) == (4, [[0, 1], [0, 2], [1, 2]])
+    assert sent.layout(2).places[:, 0].tolist() == [0, 1, 17]
+    assert asked == []
+    assert sent.weights is sent.weights
+    assert asked == [1]
 
 
 def test_choices_of_experts_elsewhere_have_no_row() -> None:
