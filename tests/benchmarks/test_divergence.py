@@ -14,20 +14,10 @@ import typer
 from typer.testing import CliRunner
 
 from benchmarks import divergence
-from benchmarks.divergence import (
-    KINDS,
-    Setting,
-    figure_records,
-    growths,
-    lead,
-    moved,
-    planned,
-    read_records,
-    run_setting,
-    tables,
-    warnings_of,
-)
+from benchmarks.divergence import figure_records, planned, read_records, tables
 from benchmarks.harness.results import Record, Result
+from benchmarks.training import disturbed
+from benchmarks.training.disturbed import KINDS, Setting, growths, lead, moved, run_setting, warnings_of
 from fp8booster.training.models import Architecture
 from tests.monitor.test_sinks import row
 
@@ -52,29 +42,29 @@ def small(monkeypatch, tmp_path) -> None:
     file = tmp_path / "words.txt"
     file.write_text(text())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(divergence, "TEXT", str(file))
-    monkeypatch.setitem(divergence.MODELS, "nano", NANO)
+    monkeypatch.setattr(disturbed, "TEXT", str(file))
+    monkeypatch.setitem(disturbed.MODELS, "nano", NANO)
 
 
 def test_a_run_that_diverges_is_warned_of_fifty_steps_before_and_its_copy_is_not(small, tmp_path) -> None:
     setting = Setting(seed=0, model="nano", start=80, steps=400)
-    normal, disturbed = run_setting(setting, [KIND], True, torch.device("cpu"))
+    normal, diverging = run_setting(setting, [KIND], True, torch.device("cpu"))
     assert normal["kind"] is None
     assert normal["steps"] == 400
     assert normal["warned"]["10"] == normal["warned"]["50"] == []
-    assert disturbed["moved"] is not None
-    assert setting.start < disturbed["warned"]["10"][0][0]
-    assert lead(disturbed, 10) >= 50
-    shown = [table.markdown() for table in tables([normal, disturbed])]
-    assert f"| {disturbed['moved']} | {lead(disturbed, 10)} |" in shown[0]
+    assert diverging["moved"] is not None
+    assert setting.start < diverging["warned"]["10"][0][0]
+    assert lead(diverging, 10) >= 50
+    shown = [table.markdown() for table in tables([normal, diverging])]
+    assert f"| {diverging['moved']} | {lead(diverging, 10)} |" in shown[0]
     # what is written is shown alike later, together with other runs
     file = tmp_path / "divergence.json"
-    file.write_text(Result("divergence", "", {}, tables([normal, disturbed])).json())
+    file.write_text(Result("divergence", "", {}, tables([normal, diverging])).json())
     assert [table.markdown() for table in tables(read_records([file]))] == shown
 
 
 def test_runs_of_earlier_files_are_shown_once_and_kinds_that_none_has_are_run(tmp_path) -> None:
-    first, other = divergence.DIVERGING[0], "learning rate grows, no weight decay"
+    first, other = disturbed.DIVERGING[0], "learning rate grows, no weight decay"
 
     def write(name: str, *kinds: str | None, loss: float = 3.0) -> Path:
         found = {"setting": str(first), "start": first.start, "fp8": False, "steps": 600, "moved": None}
@@ -106,7 +96,7 @@ def test_runs_of_earlier_files_are_shown_once_and_kinds_that_none_has_are_run(tm
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--seed", "999"], "error: --seed is 999; use 100, 101, 102, 103, 104, 105, 106, 107, 108"),
+        (["--seed", "999"], "error: --seed is 999; use 100, 101, 102, 103, 104, 105, 106, 107, 108, 109, 110"),
         (["--seed", "103", "--no-fp8"], "error: no run has these --seed and --fp8; without FP8 the settings that"),
         (["--before", "nowhere.json"], "error: nowhere.json is missing; give --before a file that --json of this"),
         (["--before", "OTHER"], "is a result of another benchmark; give --before a file that --json of this"),
