@@ -45,7 +45,8 @@ def read_records(files: Iterable[Path]) -> list[Record]:
     """Return the runs that `--json` wrote into files, each once.
 
     Raises:
-        ValueError: a file is missing or no such result, or two differ in what they found of one run.
+        ValueError: a file is missing, no such result or of another version, or two differ in what they found of one
+            run.
     """
     found: dict[tuple[str, int, bool, str | None], Record] = {}
     for file in files:
@@ -55,6 +56,8 @@ def read_records(files: Iterable[Path]) -> list[Record]:
             raise ValueError(f"{file} is a result of another benchmark; {remedy}.")
         for each in itertools.chain(tables["disturbed"], tables["undisturbed"], tables["without"]):
             made = _with_steps(each)
+            if made["fp8"] and made["warned"].keys() != {*map(str, EVERY)}:
+                raise ValueError(f"{file} has samples of other steps than this version judges; run it again")
             # as text, for a loss may be NaN, which equals nothing
             if json.dumps(made) != json.dumps(found.setdefault(run_of(made), made)):
                 name = f"{made['setting']}, {made['kind'] or 'undisturbed'}"

@@ -61,6 +61,10 @@ def test_a_run_that_diverges_is_warned_of_fifty_steps_before_and_its_copy_is_not
     file = tmp_path / "divergence.json"
     file.write_text(Result("divergence", "", {}, tables([normal, diverging])).json())
     assert [table.markdown() for table in tables(read_records([file]))] == shown
+    normal["warned"].popitem()  # as a version that judged fewer samples wrote it
+    file.write_text(Result("divergence", "", {}, tables([normal, diverging])).json())
+    with pytest.raises(ValueError, match=r"divergence\.json has samples of other steps than this version judges"):
+        read_records([file])
 
 
 def test_runs_of_earlier_files_are_shown_once_and_kinds_that_none_has_are_run(tmp_path) -> None:
